@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from .feature_table import TABLE
@@ -30,8 +30,7 @@ def settings_classes(section: str) -> list[type[FeatureSettings]]:
     classes = []
     for row in TABLE.values():
         if row.section == section:
-            module, name = row.class_path.split(":")
-            classes.append(getattr(import_module(module), name).Settings)
+            classes.append(resolve_name(row.class_path).Settings)
     return classes
 
 

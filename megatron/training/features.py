@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from ..config import Config
@@ -143,6 +143,5 @@ def find_substitute(config: Config) -> Feature | None:
 
 def _load_feature(class_path: str) -> Feature:
     """Return a new feature of the class at `class_path`, such as `megatron.features.layer_log:LayerLog`."""
-    module, name = class_path.split(":")
-    feature: Feature = getattr(import_module(module), name)()
+    feature: Feature = resolve_name(class_path)()
     return feature
