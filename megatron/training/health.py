@@ -161,7 +161,7 @@ class Health:
             return
         overflowed = not is_applied and step.spike is None
         if overflowed and is_at_min_scale:
-            self.fault = Fault(samples, self._streak, loss, self._min_scale, step.spike)
+            self.fault = Fault(samples, self._streak, loss, self._min_scale)
             return
         diverged = is_applied and not math.isfinite(loss)  # a finite gradient, but no finite loss
         if diverged or self._streak >= self._max_skipped:
