@@ -66,14 +66,6 @@ def lock(config: Config, run_dir: Path) -> list[RunLock]:
     return locks
 
 
-def keep(locks: Sequence[RunLock]) -> None:
-    """Mark the run as started, so that `release` does not delete a new run directory.
-
-    `release` still deletes a new checkpoint folder that is empty.
-    """
-    locks[0].keep_folders()
-
-
 def release(locks: Sequence[RunLock]) -> None:
     """Release the locks, so that other runs can use the directories."""
     for each in reversed(locks):
@@ -157,5 +149,6 @@ def open_run_dir(config: Config, run_dir: Path, save_dir: str, iteration: int, l
         refuse_other_checkpoints(config, run_dir, iteration)
         delete_leftovers(to_path(save_dir))
         print_notes(write_first_files(config, run_dir, iteration))
-        keep(locks)
+        # The run has started: `release` does not delete a new run directory, but still a new, empty checkpoint folder.
+        locks[0].keep_folders()
     return MetricsWriter(str(run_dir), iteration, is_rank_0())

@@ -22,7 +22,7 @@ from megatron.config.command_line import parse
 from megatron.locks import run_lock
 from megatron.locks.run_lock import Holder, RunLock, RunLockedError
 from megatron.storage import to_path
-from megatron.training.run_folder import keep, lock, refuse_other_checkpoints, release, write_first_files
+from megatron.training.run_folder import lock, refuse_other_checkpoints, release, write_first_files
 from tests.sentences import SENTENCES
 from tests.support import ROOT
 
@@ -316,7 +316,7 @@ def test_another_run_may_not_name_the_checkpoints_of_one_that_lives(
     release(held)
     assert not a.exists()
     held = lock(parse([]), a)
-    keep(held)
+    held[0].keep_folders()
     release(held)
     assert list(a.iterdir()) == [], "nothing was saved"
 
