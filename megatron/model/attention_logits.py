@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .attention_kernels import AttentionArgs
 from .context_attention import ContextViews, gather_kv_without_grad
+from .masks import causal_mask
 
 MAX_LOGITS = 1 << 24  # logits in memory at once
 MAX_QUERIES = 128  # queries whose logits are computed at once
@@ -31,9 +32,7 @@ def largest_logit(call: AttentionArgs, text: Tensor | None = None) -> Tensor:
         begin, end = views.key_range(slice_index)
         mask = views.mask(slice_index)
         if mask is None:
-            q = query.shape[2]
-            k = end - begin
-            mask = torch.ones(1, 1, q, k, dtype=torch.bool, device=query.device).tril(k - q)
+            mask = causal_mask(query.shape[2], end - begin, query.device)
         # The values are not cut, because logits do not depend on them.
         slice_call = call._replace(query=query, key=key[:, :, begin:end], value=value, mask=mask)
         slice_text = None if text_slices is None else text_slices[slice_index]
@@ -59,7 +58,7 @@ def _largest(call: AttentionArgs, text: Tensor | None) -> Tensor:
         if call.bias is not None:
             logits.mul_(call.scale).add_(call.bias.detach()[:, :, block])
         if is_causal:  # of the visible keys, only those of this block of queries may be later than a query
-            visible = torch.ones(num_queries, num_queries, dtype=torch.bool, device=query.device).tril()
+            visible = causal_mask(num_queries, num_queries, query.device)
             logits[..., begin:].masked_fill_(~visible, -torch.inf)
         elif mask is not None:
             logits.masked_fill_(~mask[:, :, block], -torch.inf)
