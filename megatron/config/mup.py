@@ -31,11 +31,6 @@ class Growth(NamedTuple):
     outputs: float = 1.0
 
 
-def adam_divisor(growth: Growth) -> float:
-    """Return the divisor of Adam's learning rate for a matrix, whose updates have one sign along many inputs."""
-    return growth.inputs
-
-
 def muon_divisor(growth: tuple[float, float], shape: tuple[int, ...], adjust_lr_fn: str) -> float:
     """Return the divisor of Muon's learning rate for a matrix of this shape; adjust_lr_fn: --muon-adjust-lr-fn.
 

@@ -33,7 +33,7 @@ def layer_lr_factors(model: nn.Module, config: ModelConfig, muon: str | None = N
             return mup.muon_divisor(weight_growth, spec.matrices[0], muon)
         if len(spec.local_shape) == 1:  # a vector
             return 1.0
-        return mup.adam_divisor(weight_growth)
+        return weight_growth.inputs  # Adam's updates of a matrix have one sign along many inputs
 
     factors = {}
     for layer in layers:
