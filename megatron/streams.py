@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
+from .atomic import name_in_errors
+
 NAMES = {"stdout": "standard output", "stderr": "standard error"}
 OPEN_FILES = 1 << 16
 
@@ -77,21 +79,13 @@ class NamedStdout:
 
     def write(self, text: str) -> int:
         """Write `text`. Raises OSError."""
-        with self._named():
+        with name_in_errors(NAMES["stdout"]):
             return self._stream.write(text)
 
     def flush(self) -> None:
         """Flush the stream. Raises OSError."""
-        with self._named():
+        with name_in_errors(NAMES["stdout"]):
             self._stream.flush()
-
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            error.filename = error.filename or NAMES["stdout"]
-            raise
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
