@@ -277,7 +277,7 @@ def other_layer_kept(shapes: Shapes, layer: Layer) -> float:
     return 0.0
 
 
-def kept_bytes(shapes: Shapes, layers: list[Layer] | tuple[Layer, ...]) -> float:
+def kept_bytes(shapes: Shapes, layers: Sequence[Layer]) -> float:
     """Return the bytes that `layers` keep for the backward pass of one micro-batch, without logits.
 
     With full recomputation, only the input of each group of --checkpoint-num-layers transformer layers is kept.
@@ -330,7 +330,7 @@ def shared_table_bytes(shapes: Shapes, layers: Sequence[Layer]) -> float:
     return total
 
 
-def recomputed_bytes(shapes: Shapes, layers: list[Layer] | tuple[Layer, ...]) -> float:
+def recomputed_bytes(shapes: Shapes, layers: Sequence[Layer]) -> float:
     """Return the peak bytes of recomputed activations: those of one group of --checkpoint-num-layers layers."""
     peak = 0.0
     for group in _recomputed_groups(shapes, layers):
