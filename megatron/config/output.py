@@ -148,16 +148,15 @@ class LogConfig(Section):
     @property
     def trace_range(self) -> tuple[int, int] | None:
         """First and last iteration of --trace-iterations, or None."""
-        return _parse_range(self.trace_iterations)
+        return None if self.trace_iterations is None else parse_range(self.trace_iterations)
 
     @property
     def profile_range(self) -> tuple[int, int] | None:
         """First and last iteration of --profile-iterations, or None."""
-        return _parse_range(self.profile_iterations)
+        return None if self.profile_iterations is None else parse_range(self.profile_iterations)
 
 
-def _parse_range(text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
+def parse_range(text: str) -> tuple[int, int]:
+    """Parse `10-12` into (10, 12), and `7` alone into (7, 7)."""
     first, _, last = text.partition("-")
-    return int(first), int(last or first)  # `41` alone is the range 41-41
+    return int(first), int(last or first)

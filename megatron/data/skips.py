@@ -8,16 +8,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ..config.output import parse_range
+
 Range = tuple[int, int]  # both ends included
 
 
 def parse_ranges(words: Iterable[str]) -> tuple[Range, ...]:
     """Parse `7` and `10-12` into (7, 7) and (10, 12)."""
-    ranges = []
-    for word in words:
-        first, _, last = word.partition("-")
-        ranges.append((int(first), int(last or first)))
-    return tuple(ranges)
+    return tuple(map(parse_range, words))
 
 
 @dataclass(frozen=True)
