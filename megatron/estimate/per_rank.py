@@ -19,7 +19,7 @@ from .activations import (
     recomputed_bytes,
     shared_table_bytes,
 )
-from .sizes import DTYPE_BYTES, Count, Shapes, Stage, count_layers, in_flight, peak_in_flight
+from .sizes import DTYPE_BYTES, Count, Shapes, Stage, StageSchedule, count_layers, in_flight, peak_in_flight
 
 DEEPSPEED_BUCKET = 5 * 10**8  # DeepSpeed's default reduce_bucket_size, in elements
 MUON_BATCH = 1 << 24  # elements that Muon steps together
@@ -159,8 +159,8 @@ class _StepMemory:
         gas = config.train.gas
         # Without a pipeline, a backward pass follows each forward pass, as in 1f1b on a single stage.
         name = p.pipeline_schedule if p.pipe_parallel_size else "1f1b"
-        schedule = name, p.pipeline_extra_warmup, p.chunks, stage.number, p.stages, gas
-        num_in_flight = in_flight(*schedule)
+        schedule = StageSchedule(name, p.pipeline_extra_warmup, p.chunks, stage.number, p.stages, gas)
+        num_in_flight = in_flight(schedule)
         self.weights, self.gradients, self.optimizer = state_bytes(stage.count, config, resolved, replicas)
         self.trained = stage.count
         if resolved.param_rules:
@@ -174,13 +174,13 @@ class _StepMemory:
         self.kept_activations = num_in_flight * micro_batch_bytes / p.chunks
         self.kept_activations += shared_table_bytes(self.shapes, self.layers)
         deferred_grads = deferred_grad_bytes(self.shapes, self.layers)
-        _, num_deferred_early = peak_in_flight(Forward, *schedule)
+        _, num_deferred_early = peak_in_flight(Forward, schedule)
         self.kept_activations += num_deferred_early * deferred_grads
         # The first stage has no gradients of inputs, and computes those of its weights at once.
-        deferred_in_flight, num_deferred = peak_in_flight(BackwardInput, *schedule) if stage.number else (0, 0)
+        deferred_in_flight, num_deferred = peak_in_flight(BackwardInput, schedule) if stage.number else (0, 0)
         self.deferred_activations = deferred_in_flight * micro_batch_bytes + num_deferred * deferred_grads
         self.communication = _communication(stage, config, resolved, replicas, self.shapes, num_in_flight)
-        passes = in_flight(*schedule, chunk=p.chunks - 1)  # of the last chunk, which has the head
+        passes = in_flight(schedule, chunk=p.chunks - 1)  # of the last chunk, which has the head
         self.has_head = self.layers[-1].name == "head"
         self.logits, self.loss_temporaries = logits_bytes(self.shapes) if self.has_head else (0.0, 0.0)
         # The passes before the last one wait for their backward passes. Logits in chunks have left only gradients.

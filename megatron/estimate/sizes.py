@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 from tds.schedule import Backward, BackwardInput, BackwardWeight, Forward, Instruction, find_schedule
 from tds.timetable import max_in_flight
@@ -288,11 +289,21 @@ def format_count(number: float) -> str:
     return f"{number:.3g}"
 
 
+class StageSchedule(NamedTuple):
+    """What the order of the passes on a stage follows from."""
+
+    name: str  # --pipeline-schedule
+    extra_warmup: int  # --pipeline-extra-warmup
+    num_chunks: int  # groups of layers on the stage
+    stage: int
+    stages: int
+    micro_batches: int
+
+
 @lru_cache(maxsize=65536)
-def _instructions(
-    name: str, extra_warmup: int, num_chunks: int, stage: int, stages: int, micro_batches: int
-) -> list[Instruction]:
+def _instructions(stage_schedule: StageSchedule) -> list[Instruction]:
     """Return the instructions of a stage, with fewer micro-batches if a shorter schedule has the same steady state."""
+    name, extra_warmup, num_chunks, stage, stages, micro_batches = stage_schedule
     shortened = micro_batches
     # Four times the warm-up of the first stage is enough to contain the steady state.
     steady = name in ("1f1b", "interleaved", "zb-h1")
@@ -303,33 +314,28 @@ def _instructions(
 
 
 @lru_cache(maxsize=65536)
-def in_flight(
-    name: str, extra_warmup: int, num_chunks: int, stage: int, stages: int, micro_batches: int, chunk: int | None = None
-) -> int:
+def in_flight(schedule: StageSchedule, chunk: int | None = None) -> int:
     """Return the maximum number of forward passes whose activations a stage keeps at the same time.
 
-    A forward pass takes one micro-batch through one of the `num_chunks` groups of layers on the stage. The function
-    finds the maximum in the schedule of the stage.
-    name: --pipeline-schedule. extra_warmup: --pipeline-extra-warmup.
+    A forward pass takes one micro-batch through one of the groups of layers on the stage. The function finds the
+    maximum in the schedule of the stage.
     chunk: count only the passes through this group of layers; None counts those of all groups.
     """
-    instructions = _instructions(name, extra_warmup, num_chunks, stage, stages, micro_batches)
+    instructions = _instructions(schedule)
     if chunk is not None:
         instructions = [each for each in instructions if each.chunk == chunk]
     return max_in_flight(instructions)
 
 
 @lru_cache(maxsize=65536)
-def peak_in_flight(
-    after: type[Instruction], name: str, extra_warmup: int, num_chunks: int, stage: int, stages: int, micro_batches: int
-) -> tuple[int, int]:
+def peak_in_flight(after: type[Instruction], schedule: StageSchedule) -> tuple[int, int]:
     """Return (micro-batches in flight, those of them whose weight gradients zb-h1 has yet to compute).
 
     They are counted after each instruction of the type `after`; the largest pair is returned, (0, 0) if there is none.
     """
     num_in_flight = deferred = 0
     peak = (0, 0)
-    for instruction in _instructions(name, extra_warmup, num_chunks, stage, stages, micro_batches):
+    for instruction in _instructions(schedule):
         # True counts as 1: a forward pass adds a micro-batch, and its last backward pass removes it.
         num_in_flight += isinstance(instruction, Forward) - isinstance(instruction, (Backward, BackwardWeight))
         deferred += isinstance(instruction, BackwardInput) - isinstance(instruction, BackwardWeight)

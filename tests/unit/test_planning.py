@@ -19,7 +19,7 @@ from megatron.config.ds_config import resolve
 from megatron.config.families import parse_any_family
 from megatron.config.fields import ConfigError
 from megatron.estimate.per_rank import _StepMemory, in_flight, rank_memory, state_bytes
-from megatron.estimate.sizes import Shapes, count_layers, layers_of, parameters, stages_of
+from megatron.estimate.sizes import Shapes, StageSchedule, count_layers, layers_of, parameters, stages_of
 from megatron.model import GPT2Model, T5Model
 from megatron.model.cuts import partition_method
 from megatron.model.parameter_counts import count_parameters
@@ -169,7 +169,7 @@ def test_long_schedules_go_on_as_they_began(name: str, stages: int, micros: int)
         units = pipeline_units(name, 0, chunks, stages, micros, backward)
         assert 1 - micros / units == pytest.approx(bubble_fraction(simulate_times(plan, backward=backward)))
     for stage in range(stages):
-        assert in_flight(name, 0, chunks, stage, stages, micros) == max_in_flight(plan[stage])
+        assert in_flight(StageSchedule(name, 0, chunks, stage, stages, micros)) == max_in_flight(plan[stage])
 
 
 def test_layouts_are_legal() -> None:

@@ -8,6 +8,7 @@ from megatron.config import ParallelConfig
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
 from megatron.estimate.per_rank import in_flight
+from megatron.estimate.sizes import StageSchedule
 from tds.other_schedules import gpipe, zero_bubble
 from tds.schedule import (
     BUILT_IN,
@@ -250,7 +251,7 @@ def test_the_flag_takes_a_registered_schedule() -> None:
     for recomputes in ("--checkpoint-activations", "--checkpoint-attention"):
         with pytest.raises(ConfigError, match="like zb-h1 would recompute"):
             parse([*flags, "like zb-h1", recomputes])
-    assert in_flight("like gpipe", 0, 1, 0, 2, 64) == 64, "a custom schedule may keep every micro-batch"
+    assert in_flight(StageSchedule("like gpipe", 0, 1, 0, 2, 64)) == 64, "a custom schedule may keep every micro-batch"
 
 
 @pytest.mark.parametrize("chunks", [2, 3])
