@@ -11,7 +11,7 @@ from megatron.data.fingerprints import FORMER_FINGERPRINTS, content_fingerprint
 from megatron.data.sample_hash import extend_hash
 from megatron.ranks.rank_0 import print_rank_0
 
-from .data_plan import training_stages
+from .data_plan import describe_difference, training_stages
 from .files import CheckpointError
 from .state import TrainState
 from .wanted import Wanted
@@ -51,8 +51,6 @@ def hash_samples(
         return current_hash
     problem = f"the {samples} samples consumed so far differ from what this data, --split and --seed produce"
     if wanted.same_data:
-        from .data_plan import describe_difference
-
         change = describe_difference(saved, config, Consumed(samples, state.consumed_tokens))
         where = f" ({change})" if change else ""
         raise CheckpointError(f"{problem}{where}; pass --override-data to continue")

@@ -14,7 +14,7 @@ from megatron.config import Config
 from megatron.config.batches import Consumed, schedule_in_samples
 from megatron.config.data_stages import Stage, StagedCorpora, parse_stages, prefixes_in, stages_as_json
 from megatron.config.fields import ConfigError
-from megatron.data.corpus_paths import parse_blend
+from megatron.data.corpus_paths import is_triple, parse_blend
 from megatron.data.fingerprints import content_fingerprint
 from megatron.ranks.agreement import raise_on_all_ranks
 from megatron.ranks.objects import broadcast_from_rank_0
@@ -179,11 +179,7 @@ def _corpus_identity(prefix: str) -> str:
 
 def _corpus_exists(prefix: str) -> bool:
     """Return whether a corpus exists: a .bin/.idx pair, or the three pairs of a corpus of CPM-2."""
-    if to_path(f"{prefix}.idx").is_file():
-        return True
-    from megatron.data.corpus_paths import is_triple
-
-    return is_triple(prefix)
+    return to_path(f"{prefix}.idx").is_file() or is_triple(prefix)
 
 
 def _is_unreadable(stage: Stage) -> bool:

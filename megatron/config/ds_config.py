@@ -4,17 +4,15 @@ A contradiction between file and flags is an error. If a key is absent or "auto"
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tds
 
 from .conflicts import compile_conflicts, own_reduction_conflicts, zero_conflicts
 from .ds_file import PASSED_KEYS, REDUCTION_KEYS, batch_sizes, enabled_formats, read_file, reconcile_values
 from .fields import raise_first_problem
+from .param_groups import ParamRule, read_param_rules
 from .sections import Config
-
-if TYPE_CHECKING:
-    from .param_groups import ParamRule
 
 __all__ = ["Resolved", "batch_sizes", "enabled_formats", "read_file", "resolve"]
 
@@ -32,7 +30,7 @@ class Resolved:
     overlap_grad_reduce: bool  # without ZeRO: tds' GradReducer, instead of DeepSpeed, all-reduces gradients
     distributed_optimizer: bool  # ZeRO 1: use tds' DistributedOptimizer instead of DeepSpeed's optimizer
     notes: tuple[str, ...] = ()  # notes for the user, on values in the file that flags override
-    param_rules: "tuple[ParamRule, ...]" = ()  # rules of --param-groups
+    param_rules: tuple[ParamRule, ...] = ()  # rules of --param-groups
 
 
 def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
@@ -85,12 +83,8 @@ def _first_given(*values: Any) -> Any:
     return next(value for value in values if value is not None)
 
 
-def _param_rules(path: str | None) -> "tuple[ParamRule, ...]":
-    if path is None:
-        return ()
-    from .param_groups import read_param_rules
-
-    return read_param_rules(path)
+def _param_rules(path: str | None) -> tuple[ParamRule, ...]:
+    return () if path is None else read_param_rules(path)
 
 
 def _deepspeed_config(

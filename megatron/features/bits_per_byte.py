@@ -8,19 +8,17 @@ import math
 import sys
 from functools import cache, partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..ranks.rank_0 import is_rank_0
 from ..training.feature import Feature
-
-if TYPE_CHECKING:
-    from ..training.run_state import Run
+from ..training.run_state import Run
 
 
 class BitsPerByte(Feature):
     """Feature that adds `bits_per_byte` to the rows of training, of evaluations and of the corpora of a blend."""
 
-    def start(self, run: "Run") -> None:
+    def start(self, run: Run) -> None:
         from .target_bytes import bytes_per_target, corpus_bytes_per_target
 
         self._run = run
