@@ -85,14 +85,12 @@ def host_group(group: Any) -> Any:
 def _create_member_group(ranks: Sequence[int], backend: str | None = None) -> Any:
     world: Any = dist.group.WORLD
     bound = world.bound_device_id
-    if bound is not None:
-        # With a bound device, new_group would split the world's communicator, which all ranks must join.
-        world.bound_device_id = None
+    # With a bound device, new_group would split the world's communicator, which all ranks must join.
+    world.bound_device_id = None
     try:
         return new_local_group(ranks, name=backend or "members", backend=backend)
     finally:
-        if bound is not None:
-            world.bound_device_id = bound
+        world.bound_device_id = bound
 
 
 def _cached_groups(key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
