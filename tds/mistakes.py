@@ -49,7 +49,7 @@ def require_gradient(loss: Tensor, outputs: Any, stage: int) -> None:
 def narrow_sum_warning(engine: Any) -> str | None:
     """Return a warning if torch's CPU kernels would sum gradients of weights over all tokens in bf16 or fp16.
 
-    They do so for nn.LayerNorm, nn.Embedding and nn.EmbeddingBag (torch 2.11 to 2.14). Collective if the engine trains
+    They do so for nn.LayerNorm, nn.Embedding and nn.EmbeddingBag (torch 2.11 to 2.15). Collective if the engine trains
     in less than fp32 on a CPU.
     """
     autocast = engine._config.torch_autocast_enabled

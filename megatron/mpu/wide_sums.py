@@ -1,7 +1,7 @@
 """Embedding look-ups and LayerNorm whose weight gradients are summed over all tokens in fp32.
 
 torch's CPU kernels add these gradients in the dtype of the input. In bf16 a sum of ones stops at 256, so a gradient
-over thousands of tokens is wrong by up to 90 % (torch 2.11 to 2.14). torch's CUDA kernels accumulate in fp32.
+over thousands of tokens is wrong by up to 90 % (torch 2.11 to 2.15). torch's CUDA kernels accumulate in fp32.
 
 Shapes: ... any leading dimensions, v rows of a table, h hidden.
 """
