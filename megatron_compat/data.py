@@ -6,12 +6,13 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from megatron.training.global_vars import get_args, get_tokenizer
 
-def _datasets(task: Any, tokenizer: Any, data_prefix: Any, values: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the data sets of a task, whose settings are those of the run with the arguments of a data-set builder."""
+
+def _datasets(task: Any, tokenizer: Any, data_prefix: Any, **values: Any) -> tuple[Any, ...]:
+    """Return the data sets of a task. Its settings are those of the run, with `values` of a data-set builder."""
     from megatron.config.command_line import with_values
     from megatron.ranks.rank_0 import print_notes
-    from megatron.training.global_vars import get_args
 
     prefixes = (data_prefix,) if isinstance(data_prefix, str) else tuple(data_prefix)
     config = with_values(get_args().config, {"data_path": prefixes, **values})
@@ -34,14 +35,8 @@ def gpt2_datasets(
     An empty data set is returned as None.
     """
     from megatron.tasks.gpt2 import GPT2
-    from megatron.training.global_vars import get_tokenizer
 
-    values = {
-        "split": splits_string,
-        "seed": seed,
-        "seq_length": seq_length,
-    }
-    return _datasets(GPT2(), get_tokenizer(), data_prefix, values)
+    return _datasets(GPT2(), get_tokenizer(), data_prefix, split=splits_string, seed=seed, seq_length=seq_length)
 
 
 def build_train_valid_test_datasets(
@@ -64,13 +59,15 @@ def build_train_valid_test_datasets(
     """
     from megatron.tasks.t5 import T5
 
-    values = {
-        "split": splits_string,
-        "seed": seed,
-        "enc_seq_length": enc_seq_length,
-        "dec_seq_length": dec_seq_length,
-    }
-    datasets = _datasets(T5(), tokenizer, data_prefix, values)
+    datasets = _datasets(
+        T5(),
+        tokenizer,
+        data_prefix,
+        split=splits_string,
+        seed=seed,
+        enc_seq_length=enc_seq_length,
+        dec_seq_length=dec_seq_length,
+    )
     return tuple(None if dataset is None else T5Samples(dataset) for dataset in datasets)
 
 
