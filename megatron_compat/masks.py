@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.model.masks import document_mask, document_starts, no_documents, positions_in_documents
+from megatron.model.masks import Documents, document_starts, no_documents, positions_in_documents
 
 ADVICE = (
     "masks must be causal or restrict attention to documents; "
@@ -83,10 +83,9 @@ def _sequence_positions(ids: Tensor) -> Tensor:
 
 
 def _t5_masks(encoder_ids: Tensor, decoder_ids: Tensor) -> T5Masks:
-    encoder = document_mask(encoder_ids)
-    decoder = document_mask(decoder_ids, causal=True)
-    cross = document_mask(decoder_ids, encoder_ids)
-    assert encoder is not None and decoder is not None and cross is not None, "ids are never empty here"
+    encoder = Documents(encoder_ids).mask()
+    decoder = Documents(decoder_ids, causal=True).mask()
+    cross = Documents(decoder_ids, encoder_ids).mask()
     return T5Masks(encoder, decoder, cross)
 
 
@@ -104,7 +103,7 @@ def decoder_documents(mask: Tensor, tokens: Tensor) -> Tensor:
         )
     allowed = ~mask
     ids = _group_rows(allowed)
-    expected = document_mask(ids, causal=True)
+    expected = Documents(ids, causal=True).mask()
     _check_equal("attention", allowed, expected)
     if not (ids > 1).any():
         return no_documents(tokens.device)
@@ -162,8 +161,8 @@ def _group_rows(allowed: Tensor) -> Tensor:
     return document_starts(first).cumsum(1)
 
 
-def _check_equal(name: str, given: Tensor, expected: Tensor | None) -> None:
-    if expected is None or torch.equal(given, expected):
+def _check_equal(name: str, given: Tensor, expected: Tensor) -> None:
+    if torch.equal(given, expected):
         return
     sample, _, query, key = (given != expected).nonzero()[0].tolist()
     raise ValueError(
