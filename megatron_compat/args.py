@@ -16,10 +16,9 @@ def _on_cuda() -> bool:
 
 def _params_dtype(args: "Args") -> Any:
     """Return the dtype of the weights in the forward pass."""
-    import torch
+    from megatron.training.build import DTYPES
 
-    dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
-    return dtypes.get(args.number_format, torch.float32)
+    return DTYPES.get(args.number_format, DTYPES["fp32"])
 
 
 def _padded_vocab_size(args: "Args") -> int:
@@ -89,10 +88,8 @@ class Args:
     number_format: str
 
     def __init__(self, config: Config, own: Mapping[str, Any] | None = None, number_format: str | None = None) -> None:
-        # The `__setattr__` of this class refuses every change, so the fields are set by that of `object`.
-        object.__setattr__(self, "config", config)
-        object.__setattr__(self, "own", own or {})
-        object.__setattr__(self, "number_format", number_format or config.train.dtype)
+        # The `__setattr__` of this class refuses every change, so the fields are put into its dict.
+        vars(self).update(config=config, own=own or {}, number_format=number_format or config.train.dtype)
 
     def __getattr__(self, name: str) -> Any:
         if name in Args.__annotations__:  # a copy has no fields until `copy` or `pickle` has set them
