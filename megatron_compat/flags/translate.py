@@ -58,17 +58,18 @@ def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
             "help": argparse.SUPPRESS,
         }
         # Both spellings are equal for a flag of one word, and argparse refuses a flag that is added twice.
-        for spelling in dict.fromkeys((name, _underlined(name))):
+        for spelling in dict.fromkeys((name, f"--{_key_of(name)}")):
             parser.add_argument(spelling, **options)
 
 
-def _underlined(name: str) -> str:
-    return "--" + name[2:].replace("-", "_")
+def _key_of(name: str) -> str:
+    """Return the JSON key with the same name as a foreign flag."""
+    return name[2:].replace("-", "_")
 
 
 def flag_of(key: str) -> str | None:
     """Return the foreign flag that has the same name as a JSON key, or None."""
-    return next((name for name in FLAGS if key == _underlined(name)[2:]), None)
+    return next((name for name in FLAGS if key == _key_of(name)), None)
 
 
 def suggest_flag(name: str, ours: Iterable[str], all_foreign: bool = True) -> str:
@@ -101,7 +102,7 @@ def suggest_flag(name: str, ours: Iterable[str], all_foreign: bool = True) -> st
 
 def _flags_for(theirs: str) -> set[str]:
     """Return the flags of this project that replace a foreign flag; {""} if there are none, so that no flag matches."""
-    return {flag(each) for each in settings_for(_underlined(theirs)[2:])} or {""}
+    return {flag(each) for each in settings_for(_key_of(theirs))} or {""}
 
 
 def _suggest_replacement(theirs: str, ours: Iterable[str], given: str) -> str:
@@ -160,7 +161,7 @@ class Translation(Source):
     foreign flags translate are added to it.
     """
 
-    def __init__(self, own: Mapping[str, Any], where: str = "") -> None:
+    def __init__(self, own: Mapping[str, Any], where: str) -> None:
         super().__init__(own, where)
         self._typed_flag: dict[str, str] = {}
         self._deferred: Settings = {}
