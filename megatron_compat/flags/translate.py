@@ -2,7 +2,7 @@
 
 import argparse
 import difflib
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -72,7 +72,7 @@ def flag_of(key: str) -> str | None:
     return next((name for name in FLAGS if key == _key_of(name)), None)
 
 
-def suggest_flag(name: str, ours: Iterable[str], all_foreign: bool = True) -> str:
+def suggest_flag(name: str, ours: Sequence[str], all_foreign: bool = True) -> str:
     """Return `; did you mean --x?` for an unknown flag, or an empty string if no known flag is similar.
 
     Candidates are the flags `ours` and the foreign flags. If a foreign flag is closest, its replacement in this project
@@ -81,7 +81,6 @@ def suggest_flag(name: str, ours: Iterable[str], all_foreign: bool = True) -> st
     all_foreign: also consider foreign flags whose replacement is not in `ours`.
     """
     dashed = "--" + name.lstrip("-").replace("_", "-")
-    ours = list(ours)
     if dashed in ours:
         return f"; did you mean {dashed}?"
     longer = [each for each in ours if each.startswith(f"{dashed}-")]
@@ -105,7 +104,7 @@ def _flags_for(theirs: str) -> set[str]:
     return {flag(each) for each in settings_for(_key_of(theirs))} or {""}
 
 
-def _suggest_replacement(theirs: str, ours: Iterable[str], given: str) -> str:
+def _suggest_replacement(theirs: str, ours: Sequence[str], given: str) -> str:
     """Return the suggestion for a foreign flag: its replacement, or its name and the reason why it is refused."""
     outcome = FLAGS[theirs].outcome
     if isinstance(outcome, ByValue):
