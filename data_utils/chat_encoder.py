@@ -169,9 +169,6 @@ def turn_end(template: Template, tokenizer: Tokenizer) -> int | None:
     else:
         pieces = template.pieces(conversation)
     ids, loss_mask = ChatEncoder(tokenizer, append_eod=False).encode(pieces)
-    answer_ids = []
-    for token, is_counted in zip(ids, loss_mask, strict=True):
-        if is_counted:
-            answer_ids.append(token)
+    answer_ids = list(itertools.compress(ids, loss_mask))
     last = answer_ids[-1]
     return last if last in tokenizer.marks.values() else None

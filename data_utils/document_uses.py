@@ -3,6 +3,7 @@
 import argparse
 from bisect import bisect_right
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,15 +68,11 @@ def _num_consumed(dataset: Any, corpus: int, samples: int) -> int:
 
 def _samples_with(dataset: Any, corpus: int, document: int, epoch: int, samples: int) -> Iterator[int]:
     """Yield the samples of the run, below `samples`, that read the document from an epoch of its corpus."""
-
-    def num_consumed(n: int) -> int:
-        return _num_consumed(dataset, corpus, n)
-
     indices = corpus_datasets(dataset)[corpus].containing(np.array([document]), epoch)
     for index in indices.tolist():
         # The smallest n for which more than `index` of the first n samples come from the corpus: with index 2, the n
         # at which there are 3. The last of these n samples is the one that reads place `index` of the corpus.
-        n = bisect_right(range(samples + 1), index, key=num_consumed)
+        n = bisect_right(range(samples + 1), index, key=partial(_num_consumed, dataset, corpus))
         if n <= samples:
             yield n - 1
 
