@@ -164,7 +164,7 @@ def _existing_files(paths: Iterable[Path]) -> Iterator[Path]:
             yield path
 
 
-def check_outputs(inputs: Sequence[str], outputs: Sequence[str | None], encoding: str = "utf-8") -> None:
+def check_outputs(inputs: Sequence[str], outputs: Sequence[str | None], encoding: str) -> None:
     """Raise InputError if an output would overwrite an input or another output."""
     read = {os.path.realpath(source.path) for source in find_files(inputs, encoding, notify=lambda message: None)}
     written: set[str] = set()

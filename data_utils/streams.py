@@ -161,7 +161,7 @@ def is_utf8(encoding: str) -> bool:
     return codecs.lookup(encoding).name in ("utf-8", "utf-8-sig")
 
 
-def read_blocks(path: str, size: int, encoding: str = "utf-8") -> Iterator[bytes]:
+def read_blocks(path: str, size: int, encoding: str) -> Iterator[bytes]:
     """Yield a file's content as UTF-8 in blocks of about `size` bytes; invalid input becomes INVALID_BYTE.
 
     Raises InputError for damaged compressed data, for a file in UTF-8 or ASCII although `encoding` is another
@@ -204,11 +204,12 @@ def _raw_blocks(path: str, size: int) -> Iterator[bytes]:
 
 def _damage_errors() -> tuple[type[Exception], ...]:
     """Return the exceptions that decompressors raise for damaged data."""
+    errors = (OSError, EOFError, lzma.LZMAError, zlib.error)
     try:
         from zstandard import ZstdError
     except ImportError:
-        return (OSError, EOFError, lzma.LZMAError, zlib.error)
-    return (OSError, EOFError, lzma.LZMAError, zlib.error, ZstdError)
+        return errors
+    return (*errors, ZstdError)
 
 
 # Smallest size in bytes of a file that is considered ASCII. Chinese text in UTF-16 may consist of ASCII bytes by
