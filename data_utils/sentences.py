@@ -29,13 +29,15 @@ def split_sentences(text: str) -> list[str]:
         # The last 12 characters suffice to see an abbreviation, an initial or a list number.
         if ending[0][0] == "." and "\n" not in ending[0] and _NOT_A_STOP.search(sentence[-12:]):
             continue
+        whole = text[start : ending.end()]
         # White space alone is no sentence: it joins the sentence before it or, at the start, the one after it.
-        if sentence.strip() or sentences:
-            if sentence.strip():
-                sentences.append(text[start : ending.end()])
-            else:
-                sentences[-1] += text[start : ending.end()]
-            start = ending.end()
+        if sentence.strip():
+            sentences.append(whole)
+        elif sentences:
+            sentences[-1] += whole
+        else:
+            continue
+        start = ending.end()
     if start < len(text):
         if text[start:].strip() or not sentences:
             sentences.append(text[start:])
