@@ -25,8 +25,11 @@ _LETTERS = _Letters()
 
 
 def normalize_text(text: str) -> str:
-    """Return the text without spaces and punctuation, and with letters that differ only in case made equal."""
-    return text.translate(_LETTERS)
+    """Return the text without spaces and punctuation, and with letters that differ only in case made equal.
+
+    A text that has nothing else is returned as it is.
+    """
+    return text.translate(_LETTERS) or text
 
 
 class Fingerprints(NamedTuple):
@@ -38,13 +41,13 @@ class Fingerprints(NamedTuple):
 
 def fingerprint(text: str) -> int:
     """Return a 64-bit hash of a text without its spaces, punctuation and case."""
-    normalized = normalize_text(text) or text
+    normalized = normalize_text(text)
     return int.from_bytes(hashlib.blake2b(normalized.encode(), digest_size=8).digest(), "little")
 
 
 def shingles(text: str) -> list[str]:
     """Return all substrings of SHINGLE characters of a text without its spaces, punctuation and case."""
-    normalized = normalize_text(text) or text
+    normalized = normalize_text(text)
     return [normalized[i : i + SHINGLE] for i in range(max(len(normalized) - SHINGLE + 1, 1))]
 
 

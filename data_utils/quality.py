@@ -35,7 +35,7 @@ PROBE = 8  # length of the substrings that are searched for again to detect repe
 
 def broken_characters(text: str) -> int:
     """Return the number of characters that occur only in text decoded with a wrong encoding."""
-    return sum(len(match) for match in _BROKEN.findall(text))
+    return sum(map(len, _BROKEN.findall(text)))
 
 
 def is_misread(text: str) -> bool:
