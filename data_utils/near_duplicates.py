@@ -78,11 +78,6 @@ class BandTable:
         self._keys = np.zeros(BLOCK_ROWS, dtype=np.uint32)
         self._used = 0
 
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes that the table takes."""
-        return self._texts.nbytes + self._keys.nbytes
-
     def find(self, keys: Hashes) -> tuple[Hashes, NDArray[np.int64]]:
         """Return the numbers of the texts that have one of `keys` [b], and how many texts each key has, [b]."""
         mask = len(self._keys) - 1  # the number of slots is a power of two
@@ -150,11 +145,6 @@ class NearDuplicates:
         rng = np.random.default_rng(1)
         factors = rng.integers(0, 1 << 63, (self._bands, self._rows), np.uint64)
         self._factors = factors | 1  # odd numbers
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes that the set takes."""
-        return self._table.nbytes + sum(block.nbytes for block in self._blocks)
 
     def check_and_add(self, signature: Hashes) -> bool:
         """Return True if the set contains a text with a similar signature [HASHES]; add the signature otherwise."""
