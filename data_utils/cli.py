@@ -319,20 +319,11 @@ def run(
     raise_open_files()
     args = parser.parse_args(argv)
     function: Any = resolve_name(main) if isinstance(main, str) else main
-    with guard_streams("the work continues", "stderr"), _named_stdout():
-        _run_main(function, parser, args)
-
-
-@contextlib.contextmanager
-def _named_stdout() -> Iterator[None]:
-    """Let errors of stdout name it while the enclosed code runs."""
-    original = sys.stdout
-    if original is not None:
-        sys.stdout = NamedStdout(original)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        sys.stdout = original
+    with guard_streams("the work continues", "stderr"):
+        # Errors of stdout name it. Without a stdout, there is nothing to name.
+        named_stdout: Any = None if sys.stdout is None else NamedStdout(sys.stdout)
+        with contextlib.redirect_stdout(named_stdout):
+            _run_main(function, parser, args)
 
 
 def _give_up_stdout() -> None:
