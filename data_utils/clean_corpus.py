@@ -13,9 +13,18 @@ from typing import IO, Any, NamedTuple
 from megatron.atomic import atomic_file, name_in_errors, write_text
 
 from .clean import DEFAULT_RULES, RULES, Limits, Outcome, clean
-from .cli import Parser, add_input_flags, add_worker_flags, local_path, max_document_bytes, run, unreadable_error
+from .cli import (
+    Parser,
+    add_input_flags,
+    add_worker_flags,
+    all_chunks,
+    local_path,
+    max_document_bytes,
+    run,
+    unreadable_error,
+)
 from .dedup import ExactDuplicates, Fingerprints, fingerprint, shingles
-from .documents import Chunk, chunks, counted_documents
+from .documents import Chunk, counted_documents
 from .files import REPORT_SUFFIX, check_outputs, find_files
 from .near_duplicates import NearDuplicates, minhash_signature
 from .parallel import ordered_map
@@ -148,11 +157,6 @@ def _worker_settings(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _all_chunks(args: argparse.Namespace) -> Iterator[Chunk]:
-    for source in find_files(args.input, args.encoding):
-        yield from chunks(source, largest=max_document_bytes(args))
-
-
 def _duplicate_reason(prints: Fingerprints, exact: ExactDuplicates | None, near: NearDuplicates | None) -> str:
     """Return why a document is dropped as a duplicate of an earlier one, or "" for a new one, which is then stored."""
     if exact and exact.check_and_add(prints.exact):
@@ -171,7 +175,7 @@ def kept_lines(args: argparse.Namespace, report: Report) -> Iterator[bytes]:
         "exact": exact is not None,
         "near": near is not None,
     }
-    pending = _all_chunks(args)
+    pending = all_chunks(args, find_files(args.input, args.encoding))
     progress = Progress[bytes](unit="B", unit_scale=True, desc="cleaning", disable=args.quiet)
     with progress:
         for cleaned in ordered_map(clean_chunk, pending, args.workers, _start_worker, (settings,), args.ray):

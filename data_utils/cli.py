@@ -12,7 +12,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NoReturn
@@ -25,7 +25,8 @@ from megatron.storage import PathError, check_location, require_local
 from megatron.streams import NAMES, NamedStdout, guard_streams, raise_open_files
 from megatron_compat.flags.translate import suggest_flag
 
-from .documents import MAX_DOCUMENT_BYTES
+from .documents import MAX_DOCUMENT_BYTES, Chunk, chunks
+from .files import Source
 from .missing import MissingFiles, check_inputs_exist
 
 
@@ -242,6 +243,12 @@ def _megabytes(text: str) -> float:
 def max_document_bytes(args: argparse.Namespace) -> int:
     """Return --max-document-mb in bytes."""
     return int(args.max_document_mb * 2**20)
+
+
+def all_chunks(args: argparse.Namespace, sources: Iterable[Source]) -> Iterator[Chunk]:
+    """Yield the chunks of all files, in order."""
+    for source in sources:
+        yield from chunks(source, largest=max_document_bytes(args))
 
 
 def unreadable_error(bad: object) -> ValueError:

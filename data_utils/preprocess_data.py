@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +29,13 @@ from .cli import (
     Parser,
     add_input_flags,
     add_worker_flags,
+    all_chunks,
     local_path,
-    max_document_bytes,
     run,
     unreadable_error,
     write_json,
 )
-from .documents import CHUNK_BYTES, Chunk, chunks
+from .documents import CHUNK_BYTES
 from .draws import draw_of
 from .files import Source, find_files, format_suffix, is_compressed
 from .journal import Journal
@@ -152,7 +151,7 @@ def _job_description(args: argparse.Namespace, sources: list[Source], tokenizer:
 def _tokenize_chunks(args: argparse.Namespace, sources: list[Source], output: "_Output", journal: Journal) -> None:
     """Tokenize the chunks that the journal does not list as done."""
     num_done = output.counts["chunks"]
-    pending = itertools.islice(_all_chunks(args, sources), num_done, None)
+    pending = itertools.islice(all_chunks(args, sources), num_done, None)
     progress = Progress[bytes](
         total=_total_bytes(sources), initial=output.counts["source_bytes"], unit="B", unit_scale=True,
         desc="tokenizing", disable=args.quiet,
@@ -175,11 +174,6 @@ def _tokenize_chunks(args: argparse.Namespace, sources: list[Source], output: "_
     output.save(journal)
     if not output.counts["documents"]:
         raise InputError(f"no text in {', '.join(args.input)}")
-
-
-def _all_chunks(args: argparse.Namespace, sources: list[Source]) -> Iterator[Chunk]:
-    for source in sources:
-        yield from chunks(source, largest=max_document_bytes(args))
 
 
 def _total_bytes(sources: list[Source]) -> int | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from data_utils import cli
 from data_utils.indexed_writer import IndexedDatasetBuilder
 from data_utils.tokenizer_training import train_byte_bpe
 from megatron.data.indexed_dataset import IndexedDataset
@@ -26,8 +27,8 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module of tools/preprocess_data.py, patched to read chunks of 2,000 bytes and to write a journal often."""
     module = importlib.import_module("data_utils.preprocess_data")
     monkeypatch.setattr(module, "JOURNAL_SECONDS", 0)
-    honest = module.chunks
-    monkeypatch.setattr(module, "chunks", lambda source, largest: honest(source, 2000, largest))
+    honest = cli.chunks
+    monkeypatch.setattr(cli, "chunks", lambda source, largest: honest(source, 2000, largest))
     return module
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_utils import chats, inspect_data, preprocess_data
+from data_utils import chats, cli, inspect_data, preprocess_data
 from data_utils.chat_encoder import ChatEncoder, missing_chatml_tokens, turn_end
 from data_utils.chat_templates import ChatML, Message, load_template, parse_messages, template_from
 from data_utils.chats import messages_of
@@ -481,8 +481,8 @@ def test_a_corpus_has_one_date(
     (tmp_path / "dated.jinja").write_text(DATED)
     base = ["--objective", "sft", "--input", str(tmp_path / "x.jsonl"), "--vocab-file", str(hf_tokenizer)]
     dated = [*base, "--chat-template", str(tmp_path / "dated.jinja")]
-    honest = preprocess_data.chunks
-    monkeypatch.setattr(preprocess_data, "chunks", lambda source, largest: honest(source, 2000, largest))
+    honest = cli.chunks
+    monkeypatch.setattr(cli, "chunks", lambda source, largest: honest(source, 2000, largest))
     for day in ("2026-01-31", "2026-02-01"):
         monkeypatch.setattr(
             chats,
