@@ -59,18 +59,21 @@ class Cleaned(NamedTuple):
 class _Worker:
     """Settings of a worker process, set once when it starts."""
 
-    key: str
+    args: argparse.Namespace
     rules: tuple[str, ...]
     limits: Limits
-    seed: int
-    max_bytes: int
-    exact: bool
-    near: bool
 
 
-def _start_worker(settings: dict[str, Any]) -> None:
-    for name, value in settings.items():
-        setattr(_Worker, name, value)
+def _start_worker(args: argparse.Namespace) -> None:
+    limits = {field.name: getattr(args, field.name) for field in fields(Limits)}
+    rules = {*DEFAULT_RULES, *args.on} - set(args.off)
+    _Worker.args = args
+    _Worker.rules = tuple(rules)
+    _Worker.limits = Limits(**limits)
+
+
+def _drops_equal_texts(args: argparse.Namespace) -> bool:
+    return "exact-duplicates" not in args.off
 
 
 def _fingerprints_of(text: str | None) -> Fingerprints:
@@ -80,16 +83,17 @@ def _fingerprints_of(text: str | None) -> Fingerprints:
     """
     if text is None:
         return Fingerprints()
-    exact = fingerprint(text) if _Worker.exact else 0
-    near = minhash_signature(shingles(text)) if _Worker.near else None
+    exact = fingerprint(text) if _drops_equal_texts(_Worker.args) else 0
+    near = minhash_signature(shingles(text)) if _Worker.args.near_duplicates else None
     return Fingerprints(exact, near)
 
 
 def clean_chunk(chunk: Chunk) -> Cleaned:
     """Clean each document of a chunk in a worker process."""
+    args = _Worker.args
     cleaned = []
     bad = []
-    for document, copies in counted_documents(chunk, (_Worker.key,), _Worker.seed, _Worker.max_bytes):
+    for document, copies in counted_documents(chunk, (args.json_key,), args.seed, max_document_bytes(args)):
         if isinstance(document, BadLine):
             bad.append(document)
         elif copies:
@@ -144,19 +148,6 @@ class Report:
         yield f"{'kept':<24}{self.kept:>12,} documents {self.kept_chars:>15,} characters ({share:.1%})"
 
 
-def _worker_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings of cleaning for the worker processes."""
-    rules = {*DEFAULT_RULES, *args.on} - set(args.off)
-    limits = {field.name: getattr(args, field.name) for field in fields(Limits)}
-    return {
-        "key": args.json_key,
-        "rules": tuple(rules),
-        "limits": Limits(**limits),
-        "seed": args.seed,
-        "max_bytes": max_document_bytes(args),
-    }
-
-
 def _duplicate_reason(prints: Fingerprints, exact: ExactDuplicates | None, near: NearDuplicates | None) -> str:
     """Return why a document is dropped as a duplicate of an earlier one, or "" for a new one, which is then stored."""
     if exact and exact.check_and_add(prints.exact):
@@ -168,17 +159,12 @@ def _duplicate_reason(prints: Fingerprints, exact: ExactDuplicates | None, near:
 
 def kept_lines(args: argparse.Namespace, report: Report) -> Iterator[bytes]:
     """Clean and deduplicate the input, yield each kept document as a line of JSON, and count documents in `report`."""
-    exact = None if "exact-duplicates" in args.off else ExactDuplicates()
+    exact = ExactDuplicates() if _drops_equal_texts(args) else None
     near = NearDuplicates(args.similarity) if args.near_duplicates else None
-    settings = {
-        **_worker_settings(args),
-        "exact": exact is not None,
-        "near": near is not None,
-    }
     pending = all_chunks(args, find_files(args.input, args.encoding))
     progress = Progress[bytes](unit="B", unit_scale=True, desc="cleaning", disable=args.quiet)
     with progress:
-        for cleaned in ordered_map(clean_chunk, pending, args.workers, _start_worker, (settings,), args.ray):
+        for cleaned in ordered_map(clean_chunk, pending, args.workers, _start_worker, (args,), args.ray):
             for bad in cleaned.bad:
                 if args.on_error == "stop":
                     raise unreadable_error(bad)
