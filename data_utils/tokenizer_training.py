@@ -213,8 +213,7 @@ def train_byte_bpe(texts: Iterable[str], output: str, vocab_size: int, kind: str
         _write(output, tokenizer.to_str(pretty=True).encode())
         return
     model = json.loads(tokenizer.to_str())["model"]
-    # Versions of tokenizers differ: a merge is a list of two parts, or one string.
-    merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in model["merges"]]
+    merges = [" ".join(pair) for pair in model["merges"]]
     _write(f"{output}/merges.txt", ("#version: 0.2\n" + "\n".join(merges) + "\n").encode())
     _write(f"{output}/vocab.json", json.dumps(model["vocab"], ensure_ascii=False).encode())
 
