@@ -15,7 +15,6 @@ from megatron.packages import pip_install
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 MAX_BYTES = 1 << 20  # maximum number of decompressed bytes in memory per file
 XZ_MEMORY_LIMIT = 1 << 30  # memory limit of the .xz decompressor in bytes; an .xz header may request a huge dictionary
-INVALID_BYTE = b"\xff"  # byte that never occurs in UTF-8; replaces input that is invalid in the file's encoding
 
 
 class InputError(ValueError):
@@ -162,8 +161,9 @@ def is_utf8(encoding: str) -> bool:
 
 
 def read_blocks(path: str, size: int, encoding: str) -> Iterator[bytes]:
-    """Yield a file's content as UTF-8 in blocks of about `size` bytes; invalid input becomes INVALID_BYTE.
+    """Yield a file's content as UTF-8 in blocks of about `size` bytes; invalid input becomes the byte 0xff.
 
+    This byte never occurs in UTF-8.
     Raises InputError for damaged compressed data, for a file in UTF-8 or ASCII although `encoding` is another
     encoding, and for a file that its decoder refuses as a whole, such as UTF-16 without a byte-order mark.
     """
@@ -171,7 +171,7 @@ def read_blocks(path: str, size: int, encoding: str) -> Iterator[bytes]:
     if is_utf8(encoding):
         yield from pieces
         return
-    # Invalid input becomes the lone surrogate U+DCFF, which surrogateescape encodes as INVALID_BYTE.
+    # Invalid input becomes the lone surrogate U+DCFF, which surrogateescape encodes as the byte 0xff.
     codecs.register_error("mark", lambda error: ("\udcff", error.end))  # type: ignore[attr-defined]
     decoder = codecs.getincrementaldecoder(encoding)("mark")
     is_first = True
