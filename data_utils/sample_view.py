@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.model.masks import document_mask, positions_in_documents
+from megatron.model.masks import Documents, positions_in_documents
 from megatron.tasks.prefix import mark_prefixes
 from megatron.tokenizer import Tokenizer
 from megatron.utils import get_ltor_documents_and_position_ids
@@ -72,9 +72,7 @@ def _table(
 
 def _causal_mask(documents: Tensor) -> Tensor:
     """Return the causal attention mask [s, s] of document ids [1, s]."""
-    mask = document_mask(documents, causal=True)
-    assert mask is not None
-    return mask[0, 0]
+    return Documents(documents, causal=True).mask()[0, 0]
 
 
 def sft_view(sample: Sample, tokenizer: Tokenizer, config: Any) -> View:
@@ -88,8 +86,8 @@ def sft_view(sample: Sample, tokenizer: Tokenizer, config: Any) -> View:
 def t5_view(sample: Sample, tokenizer: Tokenizer, config: Any) -> View:
     """Return (token tables, attention masks) of a T5 sample.
 
-    There are two tables, for the encoder and the decoder. There are masks for the encoder, the decoder and the
-    cross-attention; a mask that would allow everything is omitted.
+    There are two tables, for the encoder and the decoder, and three masks, for the encoder, the decoder and the
+    cross-attention.
     """
     encoder_ids = sample["encoder_document_ids"]
     decoder_ids = sample["decoder_document_ids"]
@@ -113,11 +111,11 @@ def t5_view(sample: Sample, tokenizer: Tokenizer, config: Any) -> View:
         encoder_ids = encoder_ids.clamp(max=1)
         decoder_ids = decoder_ids.clamp(max=1)
     masks = {
-        "encoder": document_mask(encoder_ids[None], encoder_ids[None]),
-        "decoder": document_mask(decoder_ids[None], decoder_ids[None], causal=True),
-        "decoder to encoder": document_mask(decoder_ids[None], encoder_ids[None]),
+        "encoder": Documents(encoder_ids[None]).mask(),
+        "decoder": Documents(decoder_ids[None], causal=True).mask(),
+        "decoder to encoder": Documents(decoder_ids[None], encoder_ids[None]).mask(),
     }
-    return tables, {name: mask[0, 0] for name, mask in masks.items() if mask is not None}
+    return tables, {name: mask[0, 0] for name, mask in masks.items()}
 
 
 def as_text(tables: dict[str, Columns]) -> str:
