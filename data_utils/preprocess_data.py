@@ -289,7 +289,7 @@ class _Output:
         pairs = len(self.builders) // len(self.prefixes)  # number of pairs of a corpus, which share a sidecar
         for number, prefix in enumerate(self.prefixes):
             builders = self.builders[number * pairs : (number + 1) * pairs]
-            _write_sidecar(prefix, self.tokenizer, self.args, builders, self.counts)
+            self._write_sidecar(prefix, builders)
         for builder in self.builders:
             builder.publish()
         counts = self.counts
@@ -305,37 +305,32 @@ class _Output:
         if counts["documents"] == 1 and format_suffix(name) == ".txt":
             print(f"note: {name} is a single document: in .txt files, a blank line separates documents")
 
+    def _write_sidecar(self, prefix: str, builders: list[IndexedDatasetBuilder]) -> None:
+        """Write the sidecar PREFIX.json; training and tools/inspect_data.py check the data against its contents."""
+        tokenizer = self.tokenizer
+        counts = self.counts
+        tokens = sum(builder.num_tokens for builder in builders)
+        if self.sft:
+            tokens = counts["tokens"]  # without the loss mask
+        content = {
+            "tokenizer": tokenizer.name,
+            "fingerprint": tokenizer.fingerprint,
+            "vocab_size": tokenizer.vocab_size,
+            "eod": tokenizer.eod,
+            "append_eod": self.args.append_eod,
+            **chats.sidecar_entries(self.args, tokenizer),
+            "documents": counts["documents"],
+            "sequences": builders[0].sequences,
+            "tokens": tokens,
+            "bad_lines": counts["bad_lines"],
+            "empty": counts["empty"],
+            "sha256": {Path(builder.prefix).name: builder.checksums for builder in builders},
+        }
+        write_json(f"{prefix}.json", content)
+
     def abort(self) -> None:
         for builder in self.builders:
             builder.abort()
-
-
-def _write_sidecar(
-    prefix: str,
-    tokenizer: Tokenizer,
-    args: argparse.Namespace,
-    builders: list[IndexedDatasetBuilder],
-    counts: dict[str, int],
-) -> None:
-    """Write the sidecar PREFIX.json; training and tools/inspect_data.py check the data against its contents."""
-    tokens = sum(builder.num_tokens for builder in builders)
-    if args.objective == "sft":
-        tokens = counts["tokens"]  # without the loss mask
-    content = {
-        "tokenizer": tokenizer.name,
-        "fingerprint": tokenizer.fingerprint,
-        "vocab_size": tokenizer.vocab_size,
-        "eod": tokenizer.eod,
-        "append_eod": args.append_eod,
-        **chats.sidecar_entries(args, tokenizer),
-        "documents": counts["documents"],
-        "sequences": builders[0].sequences,
-        "tokens": tokens,
-        "bad_lines": counts["bad_lines"],
-        "empty": counts["empty"],
-        "sha256": {Path(builder.prefix).name: builder.checksums for builder in builders},
-    }
-    write_json(f"{prefix}.json", content)
 
 
 def build_parser() -> Parser:
