@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -69,19 +70,30 @@ def solve_batch(replicas: int, total: int | None = None, micro: int | None = Non
 
 @dataclass(frozen=True)
 class Layout:
-    """One layout: its settings, the layers and the memory of each stage, and the cost of a step."""
+    """One layout: its settings, and the layers and the memory of each stage. efficiency: for the cost of a step."""
 
     config: Config
     resolved: Resolved
     devices: int
+    cluster: Cluster
     stages: tuple[Stage, ...]
     memory: tuple[Memory, ...]
-    cost: Cost | None
+    efficiency: Efficiency
+
+    @cached_property
+    def cost(self) -> Cost:
+        """Cost of a step. Raises ValueError if the cluster's file gives no peak for the run's dtype."""
+        return cost_of(self.config, self.resolved, self.devices, self.cluster, self.stages, self.efficiency)
 
     @property
     def peak_memory(self) -> Memory:
         """Memory of a rank in the stage that needs the most."""
         return max(self.memory, key=lambda m: m.total)
+
+    @property
+    def fits_in_memory(self) -> bool:
+        """True if every stage leaves at least a tenth of a device's memory free."""
+        return self.peak_memory.total <= USABLE_MEMORY * self.cluster.memory * 1e9
 
     @property
     def name(self) -> str:
@@ -95,16 +107,15 @@ class Layout:
         return " x ".join(words)
 
 
-def evaluate(config: Config, devices: int, cluster: Cluster, e: Efficiency = DEFAULT, timed: bool = True) -> Layout:
-    """Return the layout that `config` describes, with its memory and, if `timed`, the cost of a step.
+def evaluate(config: Config, devices: int, cluster: Cluster, e: Efficiency = DEFAULT) -> Layout:
+    """Return the layout that `config` describes, with its memory.
 
-    Raises ConfigError or ValueError, naming the setting to change, for an invalid layout.
+    Raises ConfigError, naming the setting to change, for an invalid layout.
     """
     resolved = resolve(config, devices, cluster.accelerated)
     stages = stages_of(config)
     memory = rank_memory(config, resolved, devices, cluster.accelerated, stages)
-    cost = cost_of(config, resolved, devices, cluster, stages, e) if timed else None
-    return Layout(config, resolved, devices, tuple(stages), tuple(memory), cost)
+    return Layout(config, resolved, devices, cluster, tuple(stages), tuple(memory), e)
 
 
 @dataclass(frozen=True)
@@ -206,11 +217,6 @@ def _batch_sizes(request: SearchRequest, replicas: int) -> Iterator[Batch]:
             yield solve_batch(replicas, request.total, micro, request.gas)
 
 
-def fits_in_memory(layout: Layout, cluster: Cluster) -> bool:
-    """Return True if every stage leaves at least a tenth of a device's memory free."""
-    return layout.peak_memory.total <= USABLE_MEMORY * cluster.memory * 1e9
-
-
 def search(request: SearchRequest, e: Efficiency = DEFAULT) -> list[Layout]:
     """Return the layouts that fit in memory, fastest first. Of equally fast ones, the one with less memory comes first.
 
@@ -220,15 +226,14 @@ def search(request: SearchRequest, e: Efficiency = DEFAULT) -> list[Layout]:
     leanest: Layout | None = None
     for config in candidates(request):
         try:
-            # Only layouts that fit in memory are timed, because most do not fit and timing is slow.
-            layout = evaluate(config, request.devices, request.cluster, e, timed=False)
+            layout = evaluate(config, request.devices, request.cluster, e)
         except ConfigError:
             continue
         if leanest is None or layout.peak_memory.total < leanest.peak_memory.total:
             leanest = layout
-        if fits_in_memory(layout, request.cluster):
-            cost = cost_of(config, layout.resolved, request.devices, request.cluster, layout.stages, e)
-            fitting.append(replace(layout, cost=cost))
+        if layout.fits_in_memory:
+            fitting.append(layout)
+    # Only layouts that fit in memory are timed, because most do not fit and timing is slow.
     if fitting:
         return sorted(fitting, key=_sort_key)
     if leanest is None:
@@ -237,7 +242,6 @@ def search(request: SearchRequest, e: Efficiency = DEFAULT) -> list[Layout]:
 
 
 def _sort_key(layout: Layout) -> tuple[float, float]:
-    assert layout.cost is not None
     # Speeds with equal first three digits count as equal. The minus sorts the fastest first.
     return -float(f"{layout.cost.tokens_per_second:.2e}"), layout.peak_memory.total
 
@@ -291,7 +295,7 @@ def _explain_no_layout(request: SearchRequest) -> str:
         values: dict[str, Any] = {"batch_size": batch.micro, "gas": batch.gas}
         if "zero_stage" not in request.fixed:
             values["zero_stage"] = None
-        evaluate(with_values(c, values), request.devices, request.cluster, timed=False)
+        evaluate(with_values(c, values), request.devices, request.cluster)
     except ValueError as error:
         return str(error)
     if not request.total or request.total % request.devices == 0:

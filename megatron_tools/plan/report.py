@@ -60,7 +60,6 @@ def layout_table(layouts: Sequence[Layout], tokens: float | None) -> Lines:
     for number, layout in enumerate(layouts, 1):
         row = {"": str(number)} | _layout_cells(layout, has_experts)
         if tokens:
-            assert layout.cost is not None
             row["time"] = format_duration(layout.cost.days(tokens))
         rows.append(row)
     cells = [list(row.values()) for row in rows]
@@ -73,7 +72,6 @@ def _layout_cells(layout: Layout, has_experts: bool) -> dict[str, str]:
     train = layout.config.train
     peak = layout.peak_memory
     cost = layout.cost
-    assert cost is not None
     cells: dict[str, object] = {
         "dp": p.data_parallel_size(layout.devices),
         "tp": p.model_parallel_size,
@@ -108,7 +106,6 @@ def explain_layout(layout: Layout, cluster: Cluster, tokens: float | None) -> Li
     cost = layout.cost
     # The tensor sizes from which the memory of the activations is computed.
     shapes = Shapes(config, layout.resolved.precision, cluster.accelerated)
-    assert cost is not None
     p = config.parallel
     train = config.train
     replicas = p.data_parallel_size(layout.devices)

@@ -26,7 +26,6 @@ def write_files(layout: Layout, cluster: Cluster, folder: str, tokens: float | N
         raise ValueError("there is no entry script for a model without --family gpt2, llama or t5; omit --write")
     target_dir = Path(folder)
     target_dir.mkdir(parents=True, exist_ok=True)
-    assert layout.cost is not None
     # layout.cost.tokens is the number of tokens of one step.
     steps = max(round(tokens / layout.cost.tokens), 1) if tokens else None
     texts = {

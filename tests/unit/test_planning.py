@@ -211,7 +211,6 @@ def test_time_of_experts() -> None:
 
     three, two = plan_of("").cost, plan_of("--experts-per-token 2").cost
     divided, both = plan_of("--expert-parallel-size 4"), plan_of("--expert-parallel-size 4 --moe-layer-frequency 2")
-    assert three is not None and two is not None and divided.cost is not None and both.cost is not None
     tokens = 4 * 2 * 32
     assert three.model_flops - two.model_flops == 6 * tokens * 4 * 2 * 64 * 48  # an expert less in 4 layers
     assert three.stages[0].expert_parallel == 0 == three.expert_bytes
@@ -230,10 +229,8 @@ def test_the_search_finds_what_fits_and_says_what_does_not() -> None:
     config = with_values(parse(TINY.split()), {"precision": "bf16"})
     cluster = load_cluster("a100")
     best = search(SearchRequest(config, cluster, 8, 64))[0]
-    assert best.cost is not None and 0 < best.cost.mfu < 1
-    speeds = [
-        each.cost.tokens_per_second for each in search(SearchRequest(config, cluster, 8, 64)) if each.cost is not None
-    ]
+    assert 0 < best.cost.mfu < 1
+    speeds = [each.cost.tokens_per_second for each in search(SearchRequest(config, cluster, 8, 64))]
     assert all(a >= 0.99 * b for a, b in pairwise(speeds))  # layouts are sorted by rounded speeds, hence 0.99
     with pytest.raises(ValueError, match=SENTENCES["do_not_fit_on_8_devices"]):
         search(SearchRequest(config, replace(cluster, memory=1e-6), 8, 64))
@@ -303,7 +300,6 @@ def test_expert_rows_for_other_nodes_leave_through_one_link() -> None:
         flags = f"{TINY} --num-experts 16 --experts-per-token 3 --batch-size 64 --gas 1 --zero-stage 1"
         config = parse([*flags.split(), "--expert-parallel-size", str(ranks)], None, ranks)
         cost = evaluate(with_values(config, {"precision": "bf16"}), ranks, cluster).cost
-        assert cost is not None
         return cost.stages[0].expert_parallel, cost.expert_bytes
 
     for ranks, share, speed in ((8, 1.0, 300e9), (16, 8 / 15, 25e9)):
@@ -439,7 +435,6 @@ def test_time_of_unequal_stages(name: str, backward: float) -> None:
     flags = f"{TINY} --vocab-size 60000 --pipe-parallel-size 4 --gas 16 --zero-stage 1 --pipeline-schedule {name}"
     config = with_values(parse(flags.split(), None, 4), {"precision": "bf16", "hidden_size": 1024})
     cost = evaluate(config, 4, load_cluster("a100"), replace(DEFAULT, backward=backward)).cost
-    assert cost is not None
     seconds = [stage.total for stage in cost.stages]
     assert max(seconds) > 1.3 * min(seconds)
     schedule = find_schedule({"schedule": name, "extra_warmup": 0}, 1)
