@@ -2,18 +2,19 @@
 
 import argparse
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from data_utils.cli import new_figure, save_figure
-from megatron import presets
 from megatron.config import SECTIONS, Config
-from megatron.config.command_line import parse, read_json, with_values
+from megatron.config.command_line import config_file_paths, parse, read_json, with_values
 from megatron.config.defaults import DEFAULTS
 from megatron.config.ds_config import enabled_formats
 from megatron.config.fields import problems_where, raise_first_problem
 from megatron.config.flags import read_flags
 from megatron.config.names import replace_renamed_flags
+from megatron.config.settings_files import parse_settings
 from megatron.config.source import new_source
 from megatron.estimate.sizes import format_count, parameters
 
@@ -25,29 +26,12 @@ from .scripts import doctor_command, write_files
 DEFAULT_VOCABULARIES = {"gpt2": 50257, "llama": 128256, "t5": 32128}
 
 
-def _family_of(argv: list[str]) -> str:
-    """Return the model family that `argv` names, or "" if it names no family."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--family")
-    parser.add_argument("--config", action="append", default=[])
-    parsed, _ = parser.parse_known_args(argv)
-    family = ""
-    for path in parsed.config:
-        preset = presets.find_preset(path, "models")
-        content = read_json(str(preset))
-        model_section = content.get("model", {})
-        # A file may hold its settings flat or by section. A later file overrides an earlier one.
-        family = content.get("family") or model_section.get("family") or family
-    return str(parsed.family or family)
-
-
-def _virtual_pipeline_size(flags: list[str]) -> int:
-    """Return the value of --virtual-pipeline-size, or 1 if it is missing or not a number."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--virtual-pipeline-size", default="1")
-    parsed, _ = parser.parse_known_args(flags)
-    size = str(parsed.virtual_pipeline_size)
-    return int(size) if size.isdecimal() else 1
+def _family_in_files(names: Sequence[str]) -> str | None:
+    """Return the model family that --config files name, or None. A later file overrides an earlier one."""
+    family = None
+    for path in config_file_paths(names):
+        family = parse_settings(read_json(path), path).values.get("family") or family
+    return family
 
 
 def run_settings(args: argparse.Namespace, cluster: Cluster) -> Config:
@@ -59,21 +43,18 @@ def run_settings(args: argparse.Namespace, cluster: Cluster) -> Config:
     for path in args.model:
         argv += ["--config", path]
     argv += args.flags
-    flag_names = {word.split("=")[0] for word in args.flags}
-    if "--batch-size-schedule" in flag_names:
+    flags = read_flags(argv)
+    given = flags.settings
+    if "batch_size_schedule" in given:
         raise ValueError(
             "a plan has one global batch size: leave --batch-size-schedule out, and give its largest size as "
             "--global-batch-size"
         )
     # Several chunks of layers need the schedule `interleaved`, which is chosen unless the user names one.
-    if (
-        "--virtual-pipeline-size" in flag_names
-        and "--pipeline-schedule" not in flag_names
-        and _virtual_pipeline_size(args.flags) > 1
-    ):
+    if given.get("virtual_pipeline_size", 1) > 1 and "pipeline_schedule" not in given:
         argv += ["--pipeline-schedule", "interleaved"]
-    family_defaults = DEFAULTS.get(_family_of(argv))
-    config = parse(argv, family_defaults, ranks=args.devices, notify=_print_note)
+    family = given.get("family", _family_in_files(flags.files))
+    config = parse(argv, DEFAULTS.get(str(family)), ranks=args.devices, notify=_print_note)
     values: dict[str, Any] = {}
     if config.model.vocab_size is None:
         values["vocab_size"] = DEFAULT_VOCABULARIES.get(config.model.family or "gpt2", 50257)
