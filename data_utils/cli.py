@@ -256,7 +256,7 @@ def unreadable_error(bad: object) -> ValueError:
     return ValueError(f"{bad} (pass --on-error skip to skip such documents)")
 
 
-def write_json(path: str, content: object) -> None:
+def write_json(path: str | Path, content: object) -> None:
     """Write `content` as JSON, atomically."""
     write_text(path, json.dumps(content, indent=2))
 

@@ -1,7 +1,6 @@
 """The work of tools/convert_checkpoint.py, whose flags are in convert_flags.py."""
 
 import argparse
-import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -79,8 +78,8 @@ def export_checkpoint(args: argparse.Namespace, path: Path) -> None:
     with atomic_folder(Path(args.output)) as folder:
         # --max-shard-size is in GB.
         write_tensors(folder, entries, int(args.max_shard_size * 1e9))
-        (folder / "config.json").write_text(json.dumps(config_json, indent=2), encoding="utf-8")
-        (folder / GENERATION).write_text(json.dumps(generation_json, indent=2), encoding="utf-8")
+        write_json(folder / "config.json", config_json)
+        write_json(folder / GENERATION, generation_json)
         notes = ["the folder contains no tokenizer, because the model came without one; --vocab-file adds one"]
         if tokenizer:
             notes = write_tokenizer(folder, config, tokenizer, vocab_file, chat, config_json["model_type"])
@@ -204,7 +203,7 @@ def _write_settings(path: Path, config: Config) -> None:
         value = all_settings["data"][key]
         if value is not None:
             data_settings[key] = value
-    write_json(str(path), {"model": all_settings["model"], "data": data_settings})
+    write_json(path, {"model": all_settings["model"], "data": data_settings})
 
 
 def upcycle_dense(args: argparse.Namespace) -> tuple[Config, str, list[LazyTensor]]:

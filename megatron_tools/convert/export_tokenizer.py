@@ -1,12 +1,12 @@
 """Export of the tokenizer and its chat template to Hugging Face."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from data_utils.chat_encoder import missing_chatml_tokens, turn_end
 from data_utils.chat_templates import TOKEN_KEYS, ChatML, has_unrecorded_date, template_of_corpus, tokenizer_template
+from data_utils.cli import write_json
 from data_utils.sidecars import chat_corpora
 from megatron.config import Config
 from megatron.data.corpus_paths import prefixes_of
@@ -128,7 +128,7 @@ def write_tokenizer(
         token = read_token_name(vocab_path, key)
         if token in base_tokenizer.marks and key in (chat.template or ""):
             tokenizer_config[key] = token
-    (folder / SETTINGS).write_text(json.dumps(tokenizer_config, indent=2), encoding="utf-8")
+    write_json(folder / SETTINGS, tokenizer_config)
     return notes
 
 
@@ -137,8 +137,7 @@ def _write_placeholder(folder: Path, file_name: str, tokenizer_name: str, chat: 
 
     file_name, tokenizer_name: names of the tokenizer's file and of the tokenizer.
     """
-    placeholder = json.dumps(make_placeholder(file_name), indent=2)
-    (folder / "tokenizer.json").write_text(placeholder, encoding="utf-8")
+    write_json(folder / "tokenizer.json", make_placeholder(file_name))
     notes = [
         f"transformers has no tokenizer with the ids of {file_name} ({tokenizer_name}), so AutoTokenizer rejects "
         f"this folder; load {file_name} with this project's tokenizers"

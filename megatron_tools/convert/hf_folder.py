@@ -1,6 +1,5 @@
 """Reading and writing of Hugging Face folders (config.json and safetensors files), one tensor at a time."""
 
-import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data_utils.cli import write_json
 from megatron import mpu
 from megatron.atomic import why_missing
 from megatron.checkpointing.bounds import refuse_absurd_sizes
@@ -70,7 +70,7 @@ def write_tensors(folder: Path, entries: Sequence[LazyTensor], max_shard_bytes: 
             file_of_tensor[entry.name] = file_name
     total = sum(entry.num_bytes for entry in entries)
     index = {"metadata": {"total_size": total}, "weight_map": file_of_tensor}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+    write_json(folder / "model.safetensors.index.json", index)
 
 
 class HFTensorReader:
