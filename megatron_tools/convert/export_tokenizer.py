@@ -1,6 +1,6 @@
 """Export of the tokenizer and its chat template to Hugging Face."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ class ChatFormat(NamedTuple):
 
     template: str | None = None
     end_id: int | None = None
-    notes: tuple[str, ...] = ()
+    notes: Sequence[str] = ()
 
 
 def chat_format_of(config: Config, tokenizer: Tokenizer, vocab_file: str) -> ChatFormat:
@@ -50,7 +50,7 @@ def chat_format_of(config: Config, tokenizer: Tokenizer, vocab_file: str) -> Cha
     notes = _skipped_template_notes(vocab_file)
     # Only supervised fine-tuning (sft) trains on conversations, so other runs have learned no end of a turn.
     if config.objective != "sft":
-        return ChatFormat(template, notes=tuple(notes))
+        return ChatFormat(template, notes=notes)
     sidecars = [sidecar for _, sidecar in chat_corpora(config)]
     if not sidecars:
         prefixes = prefixes_of(config.data.paths) if config.data.names_corpora else []
@@ -60,7 +60,7 @@ def chat_format_of(config: Config, tokenizer: Tokenizer, vocab_file: str) -> Cha
             f"{corpora} has no sidecar file with the chat template, so {template_words} is exported and "
             "eos_token_id contains no end-of-turn token"
         )
-        return ChatFormat(template, notes=tuple(notes))
+        return ChatFormat(template, notes=notes)
     first_sidecar = sidecars[0]
     end_id = None
     if any(sidecar["chat_template"] != first_sidecar["chat_template"] for sidecar in sidecars):
@@ -77,7 +77,7 @@ def chat_format_of(config: Config, tokenizer: Tokenizer, vocab_file: str) -> Cha
         end_id = turn_end(template_of_corpus(first_sidecar, tokenizer, vocab_file), tokenizer)
     except ValueError as error:
         notes.append(f"eos_token_id contains no end-of-turn token: {error}")
-    return ChatFormat(str(first_sidecar["chat_template"]), end_id, tuple(notes))
+    return ChatFormat(str(first_sidecar["chat_template"]), end_id, notes)
 
 
 def _skipped_template_notes(vocab_file: str) -> list[str]:
