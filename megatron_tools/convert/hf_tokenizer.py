@@ -1,7 +1,7 @@
 """Conversion of our tokenizers to the format of Hugging Face's `tokenizers` library, with the same ids."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from data_utils.tokenizer_training import BYTES
@@ -38,7 +38,10 @@ def to_hf_tokenizer(tokenizer: Tokenizer) -> Any | None:
     if _is_mt5_model(tokenizer):
         return _from_mt5(tokenizer)
     hf_tokenizer = _from_sentencepiece(tokenizer)
-    if hf_tokenizer is None or not _encodes_equally(tokenizer, hf_tokenizer):
+    if hf_tokenizer is None:
+        return None
+    texts = [*sample_texts(tokenizer), *_run_texts(tokenizer)]
+    if not _encodes_equally(tokenizer, hf_tokenizer, texts):
         return None
     # There is at most one start token.
     for start_id in tokenizer.start:
@@ -130,10 +133,7 @@ def _from_mt5(tokenizer: SentencePieceTokenizer) -> Any | None:
     hf_tokenizer.decoder = decoders.Sequence([spaces, decoders.ByteFallback(), decoders.Fuse(), strip])
     _add_specials(hf_tokenizer, tokenizer)
     append_end(hf_tokenizer, sp.eos_id())
-    for text in sample_texts(tokenizer):
-        if hf_tokenizer.encode(text, add_special_tokens=False).ids != tokenizer.encode(text):
-            return None
-    return hf_tokenizer
+    return hf_tokenizer if _encodes_equally(tokenizer, hf_tokenizer, sample_texts(tokenizer)) else None
 
 
 def append_end(hf_tokenizer: Any, end_id: int) -> None:
@@ -226,7 +226,6 @@ def sample_texts(tokenizer: Tokenizer) -> list[str]:
     return [text for text in texts if MARK not in text and not special_names.search(text)]
 
 
-def _encodes_equally(ours: SentencePieceTokenizer, hf_tokenizer: Any) -> bool:
-    """Return whether both tokenizers give the same ids for all texts of `sample_texts` and `_run_texts`."""
-    texts = (text for text in (*sample_texts(ours), *_run_texts(ours)) if MARK not in text)
+def _encodes_equally(ours: SentencePieceTokenizer, hf_tokenizer: Any, texts: Iterable[str]) -> bool:
+    """Return whether both tokenizers give the same ids for all texts."""
     return all(hf_tokenizer.encode(text, add_special_tokens=False).ids == ours.encode(text) for text in texts)
