@@ -69,9 +69,7 @@ def check_hostfile(path: str) -> Findings:
         )
 
 
-def check_hosts(
-    hosts: Sequence[Host], versions: Sequence[str], marker: Path | None, seconds: float = SSH_SECONDS
-) -> Findings:
+def check_hosts(hosts: Sequence[Host], versions: Sequence[str], marker: Path | None, seconds: float) -> Findings:
     """Check over ssh that each host answers, has the expected versions and sees the file `marker`.
 
     ssh must work without a password. versions: the versions of Python, torch and DeepSpeed on this machine, in this
@@ -82,7 +80,7 @@ def check_hosts(
     other_hosts = [host.name for host in hosts if host.name not in own_names]
 
     def check(name: str) -> list[Finding]:
-        return _check_host(name, versions, marker, seconds)
+        return list(_check_host(name, versions, marker, seconds))
 
     # At most 32 hosts are asked at the same time; the findings keep the order of the hosts.
     with ThreadPoolExecutor(32) as pool:
@@ -90,8 +88,8 @@ def check_hosts(
             yield from findings
 
 
-def _check_host(name: str, versions: Sequence[str], marker: Path | None, seconds: float) -> list[Finding]:
-    """Return the findings about one host. The parameters are those of `check_hosts`."""
+def _check_host(name: str, versions: Sequence[str], marker: Path | None, seconds: float) -> Findings:
+    """Yield the findings about one host. The parameters are those of `check_hosts`."""
     test = f"; test -e {shlex.quote(str(marker))} && echo SHARED" if marker else ""
     # The script ends with `true`, so any other exit code comes from ssh itself.
     script = (
@@ -105,49 +103,40 @@ def _check_host(name: str, versions: Sequence[str], marker: Path | None, seconds
             command, capture_output=True, text=True, timeout=2 * seconds, check=False, stdin=subprocess.DEVNULL
         )
     except FileNotFoundError:
-        return [
-            failed(
-                f"host {name}",
-                "this machine has no ssh",
-                "install an ssh client, or start each node by hand (--node-rank)",
-            )
-        ]
+        yield failed(
+            f"host {name}", "this machine has no ssh", "install an ssh client, or start each node by hand (--node-rank)"
+        )
+        return
     except subprocess.TimeoutExpired:
-        return [failed(f"host {name}", f"the host did not answer within {2 * seconds:g} s", remedy)]
+        yield failed(f"host {name}", f"the host did not answer within {2 * seconds:g} s", remedy)
+        return
     if process.returncode:
-        return [failed(f"host {name}", f"ssh: {(process.stderr.strip().splitlines() or ['no answer'])[-1]}", remedy)]
+        yield failed(f"host {name}", f"ssh: {(process.stderr.strip().splitlines() or ['no answer'])[-1]}", remedy)
+        return
     # The shell of the host may print other lines; without a line VERSIONS, Python or a package is missing.
     remote = next((line.split()[1:] for line in process.stdout.splitlines() if line.startswith("VERSIONS")), None)
-    findings = []
     if remote is None:
-        findings.append(
-            failed(
-                f"host {name}",
-                f"the host answers, but lacks {sys.executable} or its packages",
-                "install the same environment at the same path",
-            )
+        yield failed(
+            f"host {name}",
+            f"the host answers, but lacks {sys.executable} or its packages",
+            "install the same environment at the same path",
         )
     elif remote != list(versions):
-        findings.append(
-            failed(
-                f"host {name}",
-                f"Python, torch and DeepSpeed are {' '.join(remote)} there, but {' '.join(versions)} on this machine",
-                "install the same versions on all hosts",
-            )
+        yield failed(
+            f"host {name}",
+            f"Python, torch and DeepSpeed are {' '.join(remote)} there, but {' '.join(versions)} on this machine",
+            "install the same versions on all hosts",
         )
     else:
-        findings.append(ok(f"host {name}", f"the host answers and has this machine's versions ({' '.join(remote)})"))
+        yield ok(f"host {name}", f"the host answers and has this machine's versions ({' '.join(remote)})")
     if marker and "SHARED" not in process.stdout.split():
-        findings.append(
-            failed(
-                f"disk of {name}",
-                f"the host does not see {marker.parent}",
-                "put --run-dir (or --save) on a disk that all hosts share",
-            )
+        yield failed(
+            f"disk of {name}",
+            f"the host does not see {marker.parent}",
+            "put --run-dir (or --save) on a disk that all hosts share",
         )
     elif marker:
-        findings.append(ok(f"disk of {name}", f"the host sees {marker.parent}"))
-    return findings
+        yield ok(f"disk of {name}", f"the host sees {marker.parent}")
 
 
 def check_launcher_variables() -> Findings:
