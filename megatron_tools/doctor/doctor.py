@@ -62,13 +62,12 @@ class Examination:
             if self.args.cluster and not config.data.names_corpora and config.data.vocab_file is None:
                 yield warning("data", "no corpus and no tokenizer is given", "give --data-path and --vocab-file")
             else:
-                yield from findings_of("tokenizer", lambda: self._load_tokenizer(config))
-                yield from findings_of("data", lambda: corpora.check_corpora(config, self.tokenizer, self.args.quick))
+                yield from findings_of("tokenizer", self._load_tokenizer(config))
+                yield from findings_of("data", corpora.check_corpora(config, self.tokenizer, self.args.quick))
             yield from self._size_and_resume(config)
-        run_folder = self.run_dir
-        if run_folder is not None:
-            yield from findings_of("run directory", lambda: run_dir.check_writable(run_folder))
-            yield from findings_of("run lock", lambda: run_dir.check_lock(run_folder, config))
+        if self.run_dir is not None:
+            yield from findings_of("run directory", run_dir.check_writable(self.run_dir))
+            yield from findings_of("run lock", run_dir.check_lock(self.run_dir, config))
         yield from self._hosts()
 
     @property
@@ -140,10 +139,10 @@ class Examination:
                     "omit --ranks, or change the slots in the hostfile",
                 )
         yield from network.check_launcher_variables()
-        yield from findings_of("names", network.check_host_names)
+        yield from findings_of("names", network.check_host_names())
         yield from network.check_master_address()
-        yield from findings_of("interface", network.check_interfaces)
-        yield from findings_of("port", network.check_port)
+        yield from findings_of("interface", network.check_interfaces())
+        yield from findings_of("port", network.check_port())
 
     def _settings(self) -> Findings:
         """Parse the flags, or read the saved settings of the run, and check the layout."""
@@ -175,9 +174,8 @@ class Examination:
 
             finds_device = device.has_accelerator()
             has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
-            yield from findings_of(
-                "devices", lambda: machine.check_devices(device.supported_accelerator(), finds_device, has_gpu)
-            )
+            built_for = device.supported_accelerator()
+            yield from findings_of("devices", machine.check_devices(built_for, finds_device, has_gpu))
         uses_compile = False
         workers = 0
         if self.config is not None:
@@ -217,12 +215,11 @@ class Examination:
             return
         # The size of a model depends on its vocabulary, which the tokenizer gives if no flag does.
         full_config = with_values(config, {"vocab_size": vocab_size})
-        yield from findings_of("memory", lambda: self._memory(full_config, run_settings._replace(config=full_config)))
-        run_folder = self.run_dir
-        if run_folder is not None:
+        yield from findings_of("memory", self._memory(full_config, run_settings._replace(config=full_config)))
+        if self.run_dir is not None:
             fingerprint = self.tokenizer.fingerprint if self.tokenizer is not None else None
             yield from findings_of(
-                "checkpoint", lambda: run_dir.check_resume(full_config, run_folder, fingerprint, self.args.quick)
+                "checkpoint", run_dir.check_resume(full_config, self.run_dir, fingerprint, self.args.quick)
             )
 
     def _memory(self, config: Config, run_settings: settings.RunSettings) -> Findings:

@@ -1,6 +1,6 @@
 """Results of the doctor's checks."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
@@ -44,10 +44,10 @@ def failed(check: str, words: str, remedy: str) -> Finding:
     return Finding(check, FAILED, words, remedy)
 
 
-def findings_of(check: str, run_check: Callable[[], Iterable[Finding]]) -> Findings:
-    """Yield the findings of `run_check`. If it raises an error, yield a FAILED finding with the error's message."""
+def findings_of(check: str, findings: Findings) -> Findings:
+    """Yield the findings of a check. If it raises an error, yield a FAILED finding with the error's message."""
     try:
-        yield from run_check()
+        yield from findings
     except ImportError as error:
         reason = f"without {error.name}" if error.name else f"because {' '.join(str(error).split())}"
         remedy = f"install {error.name or 'the named package'} again: pip install -r requirements.txt"
