@@ -54,7 +54,7 @@ DEFAULT = Efficiency()
 
 
 @lru_cache(maxsize=65536)
-def pipeline_units(name: str, extra_warmup: int, chunks: int, stages: int, micros: int, backward: float = 2.0) -> float:
+def pipeline_units(name: str, extra_warmup: int, chunks: int, stages: int, micros: int, backward: float) -> float:
     """Return how long a pipeline step takes, in units of a micro-batch's forward and backward pass on one stage.
 
     The result is the length of a timetable of the schedule `name` in which all stages are equally fast. If there are

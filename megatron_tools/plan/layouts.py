@@ -40,7 +40,7 @@ class Batch:
     gas: int
 
 
-def solve_batch(replicas: int, total: int | None = None, micro: int | None = None, gas: int | None = None) -> Batch:
+def solve_batch(replicas: int, total: int | None, micro: int | None, gas: int | None) -> Batch:
     """Complete a batch from two of its sizes: global batch = micro-batch x gas x replicas.
 
     Raises ValueError if the sizes contradict each other or if two are missing.

@@ -66,7 +66,7 @@ def stage_starts(run: RunData) -> list[float]:
     return starts
 
 
-def draw_losses(rows: Sequence[Row], baselines: dict[str, float], path: Path, stages: Sequence[float] = ()) -> None:
+def draw_losses(rows: Sequence[Row], baselines: dict[str, float], path: Path, stages: Sequence[float]) -> None:
     """Draw the loss curves as a PNG. Raises ValueError without matplotlib.
 
     stages: iterations at which data stages begin, marked by vertical lines.

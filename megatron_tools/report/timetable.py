@@ -45,7 +45,7 @@ class Timetable(NamedTuple):
         }
 
 
-def instructions_of(name: str, stages: int, micros: int, chunks: int = 1, extra: int = 0) -> Plan:
+def instructions_of(name: str, stages: int, micros: int, chunks: int, extra: int) -> Plan:
     """Return the schedule `name` as a list of instructions for each stage."""
     schedule = find_schedule({"schedule": name, "extra_warmup": extra}, chunks)
     return [list(schedule(stage, stages, micros)) for stage in range(stages)]

@@ -224,10 +224,10 @@ def build_parser() -> Parser:
     return parser
 
 
-def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_flags(argv: list[str]) -> tuple[list[str], list[str]]:
     """Split the arguments at `--` into this tool's arguments and the script's arguments."""
-    separator = list(argv).index("--") if "--" in argv else len(argv)
-    return list(argv[:separator]), list(argv[separator + 1 :])
+    separator = argv.index("--") if "--" in argv else len(argv)
+    return argv[:separator], argv[separator + 1 :]
 
 
 def cli() -> None:

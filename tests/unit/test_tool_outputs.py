@@ -174,7 +174,7 @@ def test_a_plot_replaces_a_link(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "target").write_text("precious")
     (tmp_path / "loss.png").symlink_to(tmp_path / "target")
-    report.draw_losses([{"split": "train", "iteration": 1, "lm_loss": 1.0}], {}, tmp_path / "loss.png")
+    report.draw_losses([{"split": "train", "iteration": 1, "lm_loss": 1.0}], {}, tmp_path / "loss.png", [])
     assert (tmp_path / "target").read_text() == "precious"
     assert (tmp_path / "loss.png").read_bytes()[:4] == b"\x89PNG" and not (tmp_path / "loss.png").is_symlink()
 
