@@ -67,10 +67,11 @@ def main(args: argparse.Namespace) -> None:
     sources = find_files(args.input, args.encoding)
     _print_tokenizer_note(args, tokenizer, sources)
     journal = Journal(f"{args.output_prefix}.part.json", _job_description(args, sources, tokenizer))
-    args = chats.with_chat_date(args, journal.state or {})
+    state = journal.state or {}
+    args = chats.with_chat_date(args, state)
     args.draw = draw_of(journal.state)
     try:
-        output = _Output(args, tokenizer, journal.state or {})
+        output = _Output(args, tokenizer, state)
     except BaseException:
         journal.release()
         raise

@@ -10,6 +10,7 @@ from megatron.data.blend import tokens_of
 from megatron.data.corpus_paths import corpus_names
 
 from .cli import align_columns, new_figure, save_figure
+from .document_uses import corpus_datasets
 
 
 class Plan(NamedTuple):
@@ -44,7 +45,7 @@ class Use(NamedTuple):
 
 def build_plan(dataset: Any, config: Config, samples: int) -> Plan:
     """Return the stages of a training data set; a data set without stages counts as one. samples: those of the run."""
-    members = list(getattr(dataset, "datasets", [dataset]))
+    members = corpus_datasets(dataset)
     first_samples = [begin for begin in getattr(dataset, "begins", [0]) if begin < samples]
     consumed = getattr(dataset, "consumed_per_corpus", lambda samples: [samples])
     return Plan(corpus_names(config.data.paths)[: len(members)], members, [*first_samples, samples], consumed)

@@ -55,8 +55,12 @@ def train_sentencepiece(
         for line in text.split("\n"):
             lines += _split_text(line, LONGEST_LINE)
     training_lines = lines
-    options: dict[str, Any] = {"add_dummy_prefix": False, "user_defined_symbols": ["\n"], "split_digits": True}
-    options["control_symbols"] = [EOD, *specials]
+    options: dict[str, Any] = {
+        "add_dummy_prefix": False,
+        "user_defined_symbols": ["\n"],
+        "split_digits": True,
+        "control_symbols": [EOD, *specials],
+    }
     if word_borders:
         segment = segmenter(word_borders)
         # The ASCII unit separator marks word boundaries for the trainer, so it is removed from the text.
