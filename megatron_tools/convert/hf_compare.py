@@ -88,7 +88,7 @@ def _load_hf_model(config: Config, folder: Path) -> Any:
             f"{transformers.__version__} scales the logits of every UMT5; install transformers>=5.24 or omit --verify"
         )
     hf_model = model_class.from_pretrained(folder, dtype=torch.float32).eval()
-    if config.model.num_experts is not None and hasattr(hf_model, "set_experts_implementation"):
+    if config.model.num_experts is not None:
         hf_model.set_experts_implementation("eager")  # the default needs widths that are multiples of 4
     return hf_model
 
