@@ -36,7 +36,7 @@ def ordered_map(
     workers: int,
     start: Callable[..., None],
     settings: tuple[Any, ...],
-    cluster: str | None = None,
+    cluster: str | None,
 ) -> Iterator[Result]:
     """Yield the results of `map(work, items)`, computed by worker processes.
 
