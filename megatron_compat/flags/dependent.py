@@ -11,10 +11,10 @@ from typing import Any
 from megatron.config.fields import flag
 from megatron.config.sections import Config
 
-from .outcomes import NoEffect, Refused, Translated
+from .outcomes import Decision, NoEffect, Refused, Translated
 
 
-def accumulation(config: Config, global_batch: Any, ranks: int) -> Translated | Refused:
+def accumulation(config: Config, global_batch: Any, ranks: int) -> Decision:
     """Translate a global batch size of `global_batch` samples to --gas, given --batch-size."""
     batch_size = config.train.batch_size
     replicas = config.parallel.data_parallel_size(ranks)
@@ -26,7 +26,7 @@ def accumulation(config: Config, global_batch: Any, ranks: int) -> Translated | 
     )
 
 
-def rampup(config: Config, words: Any, ranks: int) -> Translated | Refused:
+def rampup(config: Config, words: Any, ranks: int) -> Decision:
     """Translate START INCREMENT SAMPLES to --batch-size-schedule; the last size is --global-batch-size.
 
     The size grows by INCREMENT whenever another equal share of SAMPLES is consumed, as in Megatron-LM.
@@ -49,10 +49,10 @@ def rampup(config: Config, words: Any, ranks: int) -> Translated | Refused:
     return Translated({"batch_size_schedule": " ".join(f"{begin}_samples:{size}" for begin, size in sizes.items())})
 
 
-def in_samples(setting: str) -> Callable[[Config, Any, int], Translated | Refused]:
+def in_samples(setting: str) -> Callable[[Config, Any, int], Decision]:
     """Return a function that translates a number of tokens to a number of samples, the value of `setting`."""
 
-    def translate(config: Config, tokens: Any, ranks: int) -> Translated | Refused:
+    def translate(config: Config, tokens: Any, ranks: int) -> Decision:
         length = config.data.seq_length
         if config.is_t5:
             return Refused(f"a t5's tokens per sample follow from its data; give {flag(setting)}")
@@ -63,13 +63,13 @@ def in_samples(setting: str) -> Callable[[Config, Any, int], Translated | Refuse
     return translate
 
 
-def _share_of_decay(warmup: Any, total: int, unit: str) -> Translated | Refused:
+def _share_of_decay(warmup: Any, total: int, unit: str) -> Decision:
     if not 0 <= warmup <= total:
         return Refused(f"the value must lie between 0 and the {total} {unit} of the learning-rate decay")
     return Translated({"warmup": warmup / total}, f"{warmup} of the {total} {unit} of the learning-rate decay")
 
 
-def warmup_iterations(config: Config, warmup: Any, ranks: int) -> Translated | Refused:
+def warmup_iterations(config: Config, warmup: Any, ranks: int) -> Decision:
     """Translate warmup iterations to --warmup, a fraction of the learning-rate decay."""
     config = config.with_batches(ranks)
     if config.lr_decay_samples is None:
@@ -77,7 +77,7 @@ def warmup_iterations(config: Config, warmup: Any, ranks: int) -> Translated | R
     return _share_of_decay(config.batches(ranks).advance(0, warmup), config.lr_decay_samples, "samples")
 
 
-def warmup_samples(config: Config, warmup: Any, ranks: int) -> Translated | Refused:
+def warmup_samples(config: Config, warmup: Any, ranks: int) -> Decision:
     """Translate warmup samples to --warmup, a fraction of the learning-rate decay."""
     config = config.with_batches(ranks)
     if config.lr_decay_samples is not None:
@@ -90,14 +90,14 @@ def warmup_samples(config: Config, warmup: Any, ranks: int) -> Translated | Refu
     return _share_of_decay(batches.iterations_between(0, warmup), decay_iters, "iterations")
 
 
-def warmup_tokens(config: Config, warmup: Any, ranks: int) -> Translated | Refused:
+def warmup_tokens(config: Config, warmup: Any, ranks: int) -> Decision:
     """Translate warmup tokens to --warmup, a fraction of the learning-rate decay."""
     if config.is_t5:
         return Refused("a t5's tokens per sample follow from its data; give --warmup")
     return warmup_samples(config, warmup // config.data.seq_length, ranks)
 
 
-def virtual_pipeline(config: Config, layers: Any, ranks: int) -> Translated | Refused:
+def virtual_pipeline(config: Config, layers: Any, ranks: int) -> Decision:
     """Translate the number of layers of a virtual stage to --pipeline-schedule interleaved --virtual-pipeline-size."""
     stages = config.parallel.stages
     total = config.model.num_layers
@@ -110,7 +110,7 @@ def virtual_pipeline(config: Config, layers: Any, ranks: int) -> Translated | Re
     return Translated({"pipeline_schedule": "interleaved", "virtual_pipeline_size": total // (stages * layers)})
 
 
-def merge_file(config: Config, path: Any, ranks: int) -> NoEffect | Refused:
+def merge_file(config: Config, path: Any, ranks: int) -> Decision:
     """Accept the merges file that the tokenizer of --vocab-file reads anyway; refuse others."""
     from megatron.tokenizer.hf import find_merges
 
@@ -123,7 +123,7 @@ def merge_file(config: Config, path: Any, ranks: int) -> NoEffect | Refused:
     return Refused(f"merges are read from {merges}; copy the file there")
 
 
-def fp32_sums(config: Config, _: Any, ranks: int) -> NoEffect | Refused:
+def fp32_sums(config: Config, _: Any, ranks: int) -> Decision:
     """Accept fp32 gradient accumulation and reduction if the flags and the ds_config imply them, else refuse."""
     from megatron.config.ds_config import read_file  # imports torch
 
@@ -153,14 +153,14 @@ def gated_width(values: Mapping[str, Any]) -> int | None:
     return hidden_size // 24 * 64 if type(hidden_size) is int else None
 
 
-def query_key_norms(config: Config, _: Any, ranks: int) -> Translated | Refused:
+def query_key_norms(config: Config, _: Any, ranks: int) -> Decision:
     """Translate a flag for query and key norms to --qk-norm; refuse the flag if --normalization is not rmsnorm."""
     if config.model.normalization == "rmsnorm":
         return Translated({"qk_norm": True})
     return Refused("query and key norms are always RMSNorm; use --normalization rmsnorm for all norms")
 
 
-def no_learned_positions(config: Config, _: Any, ranks: int) -> NoEffect | Refused:
+def no_learned_positions(config: Config, _: Any, ranks: int) -> Decision:
     """Accept --no-position-embedding if positions are not learned, else refuse."""
     kind = config.model.position_embedding
     if kind != "learned":
@@ -168,7 +168,7 @@ def no_learned_positions(config: Config, _: Any, ranks: int) -> NoEffect | Refus
     return Refused("every model uses position embeddings; see --position-embedding")
 
 
-def window_size(config: Config, sides: Any, ranks: int) -> Translated | Refused:
+def window_size(config: Config, sides: Any, ranks: int) -> Decision:
     """Translate Megatron's --window-size N,0 to --sliding-window N + 1, which also counts the token itself."""
     # The value may be typed as (N,0) or as N, 0.
     before, _, after = sides.strip("()").replace(" ", "").partition(",")
@@ -179,7 +179,7 @@ def window_size(config: Config, sides: Any, ranks: int) -> Translated | Refused:
     return Translated({"sliding_window": int(before) + 1}, "--sliding-window also counts the token itself")
 
 
-def constant_weight_decay(config: Config, value: Any, ranks: int) -> NoEffect | Refused:
+def constant_weight_decay(config: Config, value: Any, ranks: int) -> Decision:
     """Accept a first or last weight decay that is --weight-decay, else refuse."""
     reason = f"--weight-decay {config.optim.weight_decay} is constant"
     return NoEffect(reason) if value == config.optim.weight_decay else Refused(reason)

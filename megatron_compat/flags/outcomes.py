@@ -41,6 +41,9 @@ class Refused:
     advice: str
 
 
+Decision = Translated | NoEffect | Refused  # outcome that depends on nothing else
+
+
 @dataclass(frozen=True)
 class ByValue:
     """Outcome that depends on the flag's value.
@@ -49,7 +52,7 @@ class ByValue:
     other: outcome for a value that is not in `values`; if None, such a value is refused.
     """
 
-    values: "Mapping[str, Translated | NoEffect | Refused]"
+    values: "Mapping[str, Decision]"
     other: "Translated | Refused | None" = None
 
 
@@ -61,11 +64,11 @@ class Depends:
     summary: text for the documentation.
     """
 
-    translate: "Callable[[Config, Any, int], Translated | NoEffect | Refused]"
+    translate: "Callable[[Config, Any, int], Decision]"
     summary: str
 
 
-Outcome = Translated | NoEffect | Refused | ByValue | Depends
+Outcome = Decision | ByValue | Depends
 
 
 @dataclass(frozen=True)
