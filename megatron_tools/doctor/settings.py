@@ -47,7 +47,8 @@ def read_settings(flags: Sequence[str], run_config: str | None, ranks: int) -> t
         ]
     words = f"a {config.model.family}" if config.model.family else "a custom model"
     # The training script in front of the flags, or --family, names the model's family.
-    if "--family" not in flags and not flags[0].endswith(".py"):
+    names_family = flags[0].endswith(".py") or any(word.startswith("--family") for word in flags)
+    if not names_family:
         words += " (begin with the training script, or give --family, to select another)"
     if run_config and Path(run_config).is_file():
         words += f", from the given flags; {run_config} is used only if no flags are given"
