@@ -3,15 +3,14 @@
 import importlib
 import json
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from data_utils import cli
 from data_utils.documents import chunks, documents
 from data_utils.draws import DRAWS
 from data_utils.files import Source
@@ -69,9 +68,9 @@ def test_a_journal_of_an_earlier_version_continues_with_its_draws(
     tmp_path: Path, vocab_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool: ModuleType = importlib.import_module("data_utils.preprocess_data")
-    cut: Callable[..., Any] = tool.chunks
+    cut = cli.chunks
     monkeypatch.setattr(tool, "JOURNAL_SECONDS", 0)
-    monkeypatch.setattr(tool, "chunks", lambda source, largest: cut(source, 500, largest))
+    monkeypatch.setattr(cli, "chunks", lambda source, largest: cut(source, 500, largest))
     records = [json.dumps({"text": f"{i:03}" + "春眠不觉晓" * 4}) + "\n" for i in range(200)]
     source = tmp_path / "x.jsonl"
     source.write_text("".join([*records[:150], "not JSON\n", *records[150:]]))
