@@ -16,17 +16,14 @@ from .sizes import Shapes, padded_vocabulary
 CE_CHUNK, CE_CHUNK_CPU = 1 << 24, 1 << 20
 
 
-def _attention(
-    shapes: Shapes, queries: int, keys: int, length: int, seen: int, has_bias: bool, recomputed: bool
-) -> float:
+def _attention(shapes: Shapes, queries: int, keys: int, query_length: int, key_length: int, has_bias: bool) -> float:
     """Return the bytes that attention keeps for the backward pass.
 
     Attention keeps queries, keys, values, output and the softmax statistics. On a CPU, attention with dropout has no
     fused kernel. It keeps tensors of the size of the attention scores instead of the statistics.
     queries, keys: number of query tokens and of key tokens in a micro-batch.
-    length, seen: number of query tokens and of key tokens in one sequence.
+    query_length, key_length: number of query tokens and of key tokens in one sequence.
     has_bias: True if a relative-position bias is added to the scores.
-    recomputed: True if queries, keys and values are recomputed in the backward pass.
     """
     config = shapes.config
     m = config.model
@@ -36,39 +33,42 @@ def _attention(
     key_size = max(m.key_value_heads / t, 1) * m.head_size
     context = config.parallel.context_parallel_size
     # Cross-attention has a key head for each query head.
-    if context == 1 and (queries != keys or length != seen):
+    if context == 1 and (queries != keys or query_length != key_length):
         key_size = query_size
-    qkv_bytes = 0.0 if recomputed else (queries * query_size + 2 * keys * key_size) * e
+    query_bytes = queries * query_size * e
+    qkv_bytes = 0.0 if "qkv" in m.recompute_modules else (queries * query_size + 2 * keys * key_size) * e
     kept = qkv_bytes
     if m.qk_norm:
         kept += qkv_bytes  # the projection, in which the norms' inputs lie
         kept += (queries * query_size + keys * key_size) / m.head_size * 4  # an fp32 statistic for each head and token
-    kept += queries * query_size * e  # output of attention, which is the input of the output projection
-    has_window = m.sliding_window is not None and m.sliding_window < seen
+    kept += query_bytes  # the output has the size of the queries; the output projection keeps it as its input
+    has_window = m.sliding_window is not None and m.sliding_window < key_length
     # A CPU attends to the slices of a context-parallel rank one by one, without keeping all ranks' keys and values.
     in_slices = context > 1 and not (shapes.accelerated or config.is_t5 or m.attention_dropout or has_window)
     if _adjacent_heads(shapes) and not (in_slices or m.attention_dropout or m.checkpoint_attention):
-        kept += queries * query_size * e  # the output is copied from the order of heads to the order of tokens
+        kept += query_bytes  # the output is copied from the order of heads to the order of tokens
     heads = m.num_attention_heads / t
     batch_size = config.train.batch_size
-    scores = batch_size * heads * length * seen
+    num_scores = batch_size * heads * query_length * key_length
     if context > 1 and not (config.is_t5 or m.checkpoint_attention):
         if not in_slices:
             kept += 2 * keys * context * key_size * e  # keys and values of all ranks
-        scores *= _visible_share(context)
-    bias = heads * length * seen * e if has_bias else 0.0  # all samples of the batch share it
-    if m.checkpoint_attention:
-        return kept + bias
+        num_scores *= _visible_share(context)
+    bias_bytes = heads * query_length * key_length * e if has_bias else 0.0  # all samples of the batch share the bias
+    if m.checkpoint_attention:  # scores and statistics are recomputed
+        return kept + bias_bytes
     if m.attention_dropout and not shapes.accelerated:
-        # It keeps the attention probabilities, the dropout mask, the product of both, and the scaled queries.
-        return kept + 3 * scores * e + queries * query_size * e
-    return kept + bias + batch_size * heads * length * 4  # the softmax statistics are fp32
+        # Three tensors of scores (probabilities, dropout mask and the product of both), and the scaled queries.
+        return kept + 3 * num_scores * e + query_bytes
+    statistics_bytes = batch_size * heads * query_length * 4  # the softmax statistics are fp32
+    return kept + bias_bytes + statistics_bytes
 
 
 def _visible_share(context: int) -> float:
     """Return the share of scores that a context-parallel rank computes.
 
-    A rank has two slices of the sequence, each of which sees only what comes before it.
+    A rank has two slices of the sequence, each of which sees only itself and what comes before it. With 2 ranks, rank 0
+    has slices 0 and 3 of 4, which see 1 and 4 slices: it computes 5 of its 8 blocks of scores.
     """
     return (2 * context + 1) / (4 * context) if context > 1 else 1.0
 
@@ -87,27 +87,26 @@ def transformer_kept(shapes: Shapes, layer: Layer) -> float:
     tokens = shapes.layer_tokens(layer)
     first_length, second_length = sample_lengths(shapes.config)
     length = tokens // shapes.config.train.batch_size
-    norm_recomputed = "norm" in m.recompute_modules
-    qkv_recomputed = "qkv" in m.recompute_modules
     hidden = shapes.hidden(tokens)
     # The statistics of a norm are fp32: the scale of each token, and LayerNorm's mean.
-    statistics = tokens / shapes.sequence_shards * 4 * (1 if m.normalization == "rmsnorm" else 2)
+    is_rmsnorm = m.normalization == "rmsnorm"
+    statistics = tokens / shapes.sequence_shards * 4 * (1 if is_rmsnorm else 2)
     sub_layers = _num_sub_layers(layer)
     kept = sub_layers * (hidden + statistics)  # input and statistics of the norm of each sub-layer
-    if not norm_recomputed:
+    if "norm" not in m.recompute_modules:
         kept += (sub_layers - layer.routes) * hidden  # outputs of norms; `_mixture_kept` counts that of a mixture
-    if "rms-norm" in m.reference_ops and m.normalization == "rmsnorm":
+    if "rms-norm" in m.reference_ops and is_rmsnorm:
         kept += sub_layers * hidden * (1 if e >= 4 else 3)  # what is scaled, and a copy of the input in fp32
     if m.hidden_dropout:
         kept += sub_layers * hidden / e * shapes.mask  # a dropout mask after each sub-layer
-    seen_keys = first_length if shapes.config.parallel.context_parallel_size > 1 and not shapes.config.is_t5 else length
+    key_length = length
+    # A context-parallel rank has a part of the queries of each sequence, which see the keys of all ranks.
+    if shapes.config.parallel.context_parallel_size > 1 and not shapes.config.is_t5:
+        key_length = first_length
     has_bias = m.position_embedding == "relative"
-    kept += _attention(shapes, tokens, tokens, length, seen_keys, has_bias, qkv_recomputed)
+    kept += _attention(shapes, tokens, tokens, length, key_length, has_bias)
     if sub_layers == 3:  # cross-attention of the decoder to the encoder, without a bias
-        encoder_tokens = shapes.tokens[0]
-        kept += _attention(
-            shapes, tokens, encoder_tokens, second_length, first_length, has_bias=False, recomputed=qkv_recomputed
-        )
+        kept += _attention(shapes, tokens, shapes.tokens[0], second_length, first_length, has_bias=False)
     if layer.routes:
         return kept + _mixture_kept(shapes, tokens)
     return kept + _inner_kept(shapes, tokens * m.ff_size)
@@ -124,11 +123,12 @@ def _inner_kept(shapes: Shapes, numbers: float) -> float:
     numbers: number of inner activations over all model-parallel ranks.
     """
     m = shapes.config.model
-    copies = 2 if m.is_gated else 1  # a gated MLP has two projections before the activation function
-    # The backward pass of relu needs only its output.
+    tensors = 2 if m.is_gated else 1  # a gated MLP has two projections before the activation function
+    # The activation's output is the input of the output projection, so it is also kept unless it is recomputed. relu
+    # keeps this output instead of its input, because its backward pass needs only the output.
     if "activation" not in m.recompute_modules and m.activation != "relu":
-        copies += 1
-    return numbers / shapes.ranks * shapes.width * copies
+        tensors += 1
+    return numbers / shapes.ranks * shapes.width * tensors
 
 
 def _mixture_kept(shapes: Shapes, tokens: int) -> float:
@@ -143,32 +143,38 @@ def _mixture_kept(shapes: Shapes, tokens: int) -> float:
     rows = tokens * m.experts_per_token
     hidden_size = m.hidden_size
     hidden_bytes = shapes.hidden(tokens)
-    # fp32 and fp64 inputs are those of the router, shared experts and norm alike.
-    kept = 0.0 if "norm" in m.recompute_modules and router_width == e else hidden_bytes / e * router_width
+    router_input_bytes = hidden_bytes / e * router_width
+    # In fp32 and fp64, the router's input is the output of the norm itself, so recomputing the norm recomputes it, too.
+    is_recomputed = "norm" in m.recompute_modules and router_width == e
+    kept = 0.0 if is_recomputed else router_input_bytes
     # The z-loss keeps a second table of scores [tokens, experts].
     score_tables = 1 + (m.router_z_loss > 0)
     kept += tokens / shapes.sequence_shards * (m.num_experts or 0) * router_width * score_tables
-    kept += hidden_bytes / e * router_width if m.router_jitter else 0.0
+    kept += router_input_bytes if m.router_jitter else 0.0  # the input without jitter
     # 16 bytes are two int64 numbers: first the router's, then the order of the rows and its inverse.
     kept += rows / shapes.sequence_shards * (16 + router_width) + rows * (16 + e)
     kept += 2 * rows * hidden_size * e + _inner_kept(shapes, rows * m.expert_ff_size)
     if shapes.config.parallel.expert_parallel_size > 1:
         kept += 16 * rows  # order and inverse of the rows that arrive from other ranks
     if m.num_shared_experts:
-        kept += tokens * hidden_size * e if shapes.sequence_shards > 1 or router_width > e else 0.0
+        if shapes.sequence_shards > 1 or router_width > e:  # else their input is the router's
+            kept += tokens * hidden_size * e
         kept += _inner_kept(shapes, tokens * m.num_shared_experts * m.expert_ff_size)
-        kept += tokens * hidden_size * e if m.shared_expert_gate else 0.0
+        if m.shared_expert_gate:  # it multiplies the output of the shared experts
+            kept += tokens * hidden_size * e
     return kept
 
 
 def _inner_gradients(shapes: Shapes) -> int:
     """Return how many tensors of the MLP's inner size its activation's backward pass adds to those that were kept.
 
+    The gradient of the output is the first. The gradient of the input is the second only for relu: other activations
+    have freed their output by then, but the backward pass of relu reads it.
     A compiled gated activation writes its two gradients at once. On a CPU it makes four temporary tensors, too.
     """
     m = shapes.config.model
     if m.is_gated:
-        return 2 if shapes.accelerated else 6
+        return 2 if shapes.accelerated else 2 + 4
     return 2 if m.activation == "relu" else 1
 
 
@@ -240,19 +246,19 @@ def deferred_grad_bytes(shapes: Shapes, layers: Sequence[Layer]) -> float:
     """
     m = shapes.config.model
     total = logits_bytes(shapes)[0] if layers[-1].name == "head" else 0.0
+    qkv_size = (m.num_attention_heads + 2 * m.key_value_heads) * m.head_size / shapes.ranks
     for layer in layers:
-        if layer.repeated:
-            tokens = shapes.layer_tokens(layer)
-            sub_layers = _num_sub_layers(layer)
-            attentions = sub_layers - 1
-            qkv_size = (m.num_attention_heads + 2 * m.key_value_heads) * m.head_size / shapes.ranks
-            inner_size = tokens * m.ff_size
-            if layer.routes:
-                inner_size = tokens * m.experts_per_token * m.expert_ff_size
-            inner_size *= 2 if m.is_gated else 1
-            # Each sub-layer has a norm and an output projection, whose gradients have the size of the hidden states.
-            total += 2 * sub_layers * shapes.hidden(tokens)
-            total += (attentions * tokens * qkv_size + inner_size / shapes.ranks) * shapes.width
+        if not layer.repeated:
+            continue
+        tokens = shapes.layer_tokens(layer)
+        sub_layers = _num_sub_layers(layer)
+        attentions = sub_layers - 1  # all sub-layers except the MLP
+        inner_size = m.experts_per_token * m.expert_ff_size if layer.routes else m.ff_size
+        if m.is_gated:
+            inner_size *= 2
+        # Each sub-layer has a norm and an output projection, whose gradients have the size of the hidden states.
+        total += 2 * sub_layers * shapes.hidden(tokens)
+        total += (attentions * tokens * qkv_size + tokens * inner_size / shapes.ranks) * shapes.width
     return total
 
 
@@ -263,8 +269,8 @@ def other_layer_kept(shapes: Shapes, layer: Layer) -> float:
     """
     m = shapes.config.model
     tokens = shapes.layer_tokens(layer)
-    name = layer.cls.__name__
     hidden_bytes = shapes.hidden(tokens)
+    name = layer.cls.__name__
     if name in ("StackNorm", "DecoderNorm"):
         # Logits in chunks have their gradients before the backward pass, so nothing keeps the output.
         tensors = 1 if chunked_loss_kept(shapes) and layer.name != "encoder.final_norm" else 2
@@ -334,8 +340,7 @@ def recomputed_bytes(shapes: Shapes, layers: Sequence[Layer]) -> float:
     """Return the peak bytes of recomputed activations: those of one group of --checkpoint-num-layers layers."""
     peak = 0.0
     for group in _recomputed_groups(shapes, layers):
-        layer_bytes = [transformer_kept(shapes, layer) for layer in group]
-        peak = max(peak, sum(layer_bytes))
+        peak = max(peak, sum(transformer_kept(shapes, layer) for layer in group))
     return peak
 
 
@@ -364,31 +369,32 @@ def logits_bytes(shapes: Shapes) -> tuple[float, float]:
     e = shapes.width
     ranks = shapes.ranks
     tokens = shapes.target_tokens
-    rows = padded_vocabulary(shapes.config, ranks) // ranks
-    chunk = m.logits_chunk_size
+    rows = padded_vocabulary(shapes.config, ranks) // ranks  # of the output weight on this rank
     extra_bytes = chunked_loss_kept(shapes)
     if extra_bytes:
         if e < 4 and not shapes.accelerated:
             extra_bytes += rows * m.hidden_size * 4  # the gradient of a chunk in fp32, before it is added
-        tokens = chunk or tokens
+        tokens = m.logits_chunk_size or tokens
     logits = float(tokens * rows * e)
-    columns = min(rows, m.vocab_size or rows)  # without padding, if one rank has all
-    chunk_tokens = max(1, (CE_CHUNK if shapes.accelerated else CE_CHUNK_CPU) // columns)
-    chunk_bytes = min(tokens, chunk_tokens) * columns * max(e, 4)
-    padded = rows * ranks != m.vocab_size
-    # Cross-entropy works in fp32 on a chunk and its gradient. Logits without padding rows are first made contiguous.
-    copies = 3 if padded else 2
     # The reference cross-entropy needs log-probabilities, their gradient and the gradient of the logits. 16-bit logits
     # are first copied to fp32. Tensor-parallel ranks each gather all logits.
     if "cross-entropy" in m.reference_ops:
         copies = 3 if e >= 4 else 7
         gathered = ranks * logits if ranks > 1 else 0.0
         return logits, copies * ranks * logits + gathered
-    # gradient of the output weight; it is allocated after the fp32 copies of the logits have been freed
+    # Other cross-entropy works in fp32 on a chunk of tokens and its gradient. If the logits have columns of padding,
+    # it first copies the other columns to a contiguous tensor. The last of these copies is that of the chunk before.
+    columns = min(rows, m.vocab_size or rows)  # without padding, if one rank has all
+    token_bytes = columns * max(e, 4)
+    chunk_tokens = max(1, (CE_CHUNK if shapes.accelerated else CE_CHUNK_CPU) // columns)
+    chunk_bytes = min(tokens, chunk_tokens) * token_bytes
+    previous_bytes = min(chunk_bytes, max(tokens - chunk_tokens, 0) * token_bytes)
+    is_padded = rows * ranks != m.vocab_size
+    loss_bytes = (2 if is_padded else 1) * chunk_bytes + previous_bytes
+    # The gradient of the output weight is allocated after the fp32 copies of the logits have been freed.
     weight_grad = rows * m.hidden_size * e
-    weight_grad *= 1 if shapes.accelerated or e < 4 else 2  # oneDNN first copies the weight to column-major order
+    if not shapes.accelerated and e >= 4:
+        weight_grad *= 2  # oneDNN first copies the weight to column-major order
     if shapes.sequence_shards > 1:
         weight_grad += 2 * tokens * m.hidden_size * e  # the gathered input, and its gradient before the reduce-scatter
-    # The last copy is that of the chunk before.
-    previous_chunk = min(chunk_bytes, max(tokens - chunk_tokens, 0) * columns * max(e, 4))
-    return logits, max((copies - 1) * chunk_bytes + previous_chunk, weight_grad) + extra_bytes
+    return logits, max(loss_bytes, weight_grad) + extra_bytes
