@@ -366,7 +366,7 @@ def stage_memory(stage: Stage, config: Config, resolved: Resolved, replicas: int
         peaks.append(step_memory.loss())
     is_tied = step_memory.has_head and config.model.tie_embeddings
     if stage.number == 0 and (is_tied or step_memory.held_gradients):
-        peaks.append(step_memory.embedding())
+        peaks.append(step_memory.embedding())  # the head or an earlier micro-batch has left a gradient to add to
     peaks += [step_memory.deferred(), step_memory.reduction(), step_memory.step()]
     return max(peaks, key=lambda memory: memory.total)
 

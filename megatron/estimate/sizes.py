@@ -60,6 +60,7 @@ class Count:
 
 
 def _sum_counts(counts: Sequence[Count]) -> Count:
+    """Return the sum of each field, except `largest`, of which the maximum is meant."""
     names = "whole", "held", "hidden", "experts", "expert_matrices"
     sums = {name: sum(getattr(count, name) for count in counts) for name in names}
     return Count(**sums, largest=max((count.largest for count in counts), default=0))
@@ -100,10 +101,12 @@ def _mixture(config: Config, ranks: int) -> list[Count]:
     num_experts = m.num_experts or 0
     expert = _sum_counts(_mlp(m, ranks, m.expert_ff_size))
     experts_on_rank = num_experts // config.parallel.expert_parallel_size
-    held = expert.held * experts_on_rank
-    hidden = expert.hidden * experts_on_rank
+    on_rank = expert.held * experts_on_rank
+    matrices_on_rank = expert.hidden * experts_on_rank
     whole = expert.whole * num_experts
-    counts = [Count(whole, held, expert.largest, hidden, experts=held, expert_matrices=hidden)]
+    # All these parameters belong to experts, so the fields of experts repeat `held` and `hidden`.
+    experts = Count(whole, on_rank, expert.largest, matrices_on_rank, experts=on_rank, expert_matrices=matrices_on_rank)
+    counts = [experts]
     if m.num_shared_experts:
         counts += _mlp(m, ranks, m.num_shared_experts * m.expert_ff_size)
     router = _replicated(num_experts * m.hidden_size)
