@@ -76,13 +76,15 @@ def _changes_by_checkpoint(path: Path, config: Config, override: bool, reads_cor
     stages = note = ""
     if reads_corpora and consumed.samples and keeps_sample_order(saved, config):
         stages, note = join_stages(saved, config, consumed, override)
+    # Begins in tokens must be converted to samples here only if the run had another --seq-length before.
     if _has_own_lengths(config) or consumed.is_uniform(config.data.seq_length):
         return _Changes(stages, note=note)
     if not stages and reads_corpora and config.data.data_stages:
         stages = stages_as_json([_in_samples(stage, config, consumed) for stage in training_stages(config)])
-    given = config.train.batch_size_schedule
-    schedule = schedule_in_samples(given, config.data.seq_length, consumed) if given else ""
-    return _Changes(stages, schedule, note)
+    schedule = config.train.batch_size_schedule
+    if schedule:
+        schedule = schedule_in_samples(schedule, config.data.seq_length, consumed)
+    return _Changes(stages, schedule or "", note)
 
 
 def _has_own_lengths(config: Config) -> bool:
@@ -141,14 +143,14 @@ class _StagePlans(NamedTuple):
 
 
 def _stage_plans(saved: Config, config: Config, consumed: Consumed) -> _StagePlans:
-    """Return the stages of both settings, with begins in samples.
+    """Return the stages of both settings in comparable form: begins in samples, and one prefix for each corpus.
 
-    They name each corpus by one prefix, even if it has several prefixes, such as `a` and `./a`: by the first one in
-    `config`. Copies of a corpus have the same content, so they count as one corpus, unless one stage reads several.
+    If the checkpoint names a corpus `./a` and `config` names it `a`, both plans name it `a`. The same holds for two
+    copies of a corpus, which have the same content, unless a stage reads both: then they are two corpora.
     """
     current = [_in_samples(stage, config, consumed) for stage in training_stages(config)]
     saved_stages = [_in_samples(stage, saved, consumed) for stage in training_stages(saved)]
-    canonical = _one_prefix_each([*current, *saved_stages])
+    canonical = _canonical_prefixes([*current, *saved_stages])  # the prefixes of `config` come first, so they win
 
     def normalise(stages: Stages) -> Stages:
         return [stage.replace_prefixes(canonical.__getitem__) for stage in stages]
@@ -156,20 +158,21 @@ def _stage_plans(saved: Config, config: Config, consumed: Consumed) -> _StagePla
     return _StagePlans(normalise(saved_stages), normalise(current))
 
 
-def _one_prefix_each(stages: Stages) -> dict[str, str]:
+def _canonical_prefixes(stages: Stages) -> dict[str, str]:
     """Return prefix -> first prefix of the same corpus; copies that share a stage keep different prefixes."""
-    copies: dict[str, list[str]] = {}  # identity of a corpus -> prefixes in use for it
+    names_by_corpus: dict[str, list[str]] = {}  # identity of a corpus -> canonical prefixes in use for its copies
     canonical: dict[str, str] = {}
     for prefix in prefixes_in(stages):
-        names = copies.setdefault(_corpus_identity(prefix), [])
-        beside: set[str | None] = set()  # prefixes of the other corpora of its stages
+        names = names_by_corpus.setdefault(_corpus_identity(prefix), [])
+        taken: set[str | None] = set()  # canonical prefixes of the other corpora in the stages of this one
         for stage in stages:
             members = prefixes_in([stage])
             if prefix in members:
-                beside.update(map(canonical.get, members))
-        if beside.issuperset(names):
+                taken.update(map(canonical.get, members))
+        # The first copy of a corpus, or one whose stages already use all names of the other copies, needs a new name.
+        if taken.issuperset(names):
             names.append(prefix)
-        canonical[prefix] = next(name for name in names if name not in beside)
+        canonical[prefix] = next(name for name in names if name not in taken)
     return canonical
 
 
@@ -230,6 +233,7 @@ class _SplitStages(NamedTuple):
 
 
 def _split_at(stages: Sequence[Stage], samples: int) -> _SplitStages:
+    """Split stages at a sample, and with them the stage in which the sample lies."""
     past = [stage for stage in stages if stage.begin < samples]
     future = [stage for stage in stages if stage.begin > samples]
     # The stage in which the sample lies continues in the future: it then begins at this sample.
