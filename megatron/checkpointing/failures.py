@@ -23,17 +23,18 @@ def discard_on_failure(temporary: Path) -> Iterator[None]:
 
     Raises SaveError if all failures are OSErrors (such as a full disk), else RunError.
     """
-    is_fatal = False
+    is_fatal = False  # whether this rank has failed for another reason than an OSError
     try:
+        # If any rank fails with an OSError or a ValueError, `raise_on_all_ranks` raises a RunError on all ranks.
         with raise_on_all_ranks():
             try:
                 yield
             except ValueError as error:
-                # A CheckpointError is a ValueError, but a later save may succeed if an OSError has caused it.
+                # An OSError may have caused it, such as that of a CheckpointError; then a later save may succeed.
                 is_fatal = not isinstance(error.__cause__, OSError)
                 raise
     except RunError as error:
-        # If the failure of one rank is fatal, all ranks must raise the same type.
+        # All ranks must raise the same type.
         error_type = RunError if any(gather_objects(is_fatal)) else SaveError
         if is_rank_0():
             discard_checkpoint(temporary)
