@@ -125,8 +125,8 @@ def parse_named_sets(words: str | Words, part: str) -> dict[str, str | Words]:
 class CorpusUse(NamedTuple):
     """A corpus that a run uses.
 
-    parts: the parts of the run that read it. name: name of the data set to which it belongs, or "".
-    is_split: whether --split divides its documents.
+    parts: the parts of the run that read it. name: name of the data set to which it belongs, "" without names.
+    weight: its weight in the blend, None without weights. is_split: whether --split divides its documents.
     """
 
     parts: Words
@@ -137,24 +137,30 @@ class CorpusUse(NamedTuple):
 
 
 def corpus_uses(paths: Paths) -> Iterator[CorpusUse]:
-    """Yield each use of a corpus in `paths`, those of the data stages first."""
+    """Yield each use of a corpus in `paths`, those of the data stages first.
+
+    A mapping has separate corpora for each part, so --split divides none of them. In the other forms, it divides all.
+    """
+    is_split = not isinstance(paths, Mapping)
     for prefix in prefixes_in(stages_in(paths)):
-        # Each stage has weights of its own.
-        yield CorpusUse(("train",), "", None, prefix, is_split=isinstance(paths, StagedCorpora))
-    if isinstance(paths, StagedCorpora):
-        for weight, prefix in _parse_distinct(paths.held_out or ()):  # they give validation and test data
-            yield CorpusUse(PARTS[1:], "", weight, prefix, is_split=True)
-    elif isinstance(paths, Mapping):
+        # A corpus may have another weight in each stage, so this use has none.
+        yield CorpusUse(("train",), "", None, prefix, is_split)
+    if isinstance(paths, Mapping):
         for part in PARTS:
             words = paths.get(part, ())
             if not isinstance(words, StagedCorpora):  # the corpora of stages are already done
                 yield from _uses_of_part(words, part)
+    elif isinstance(paths, StagedCorpora):
+        # The stages give the training data, so the corpora of --data-path give only the other two parts.
+        for weight, prefix in _parse_distinct(paths.held_out or ()):
+            yield CorpusUse(("valid", "test"), "", weight, prefix, is_split)
     else:
         for weight, prefix in _parse_distinct(paths):
-            yield CorpusUse(PARTS, "", weight, prefix, is_split=True)
+            yield CorpusUse(PARTS, "", weight, prefix, is_split)
 
 
 def _uses_of_part(words: Words, part: str) -> Iterator[CorpusUse]:
+    """Yield the uses of the corpora of one part, which may consist of several named data sets."""
     for name, blend in parse_named_sets(words, part).items():
         for weight, prefix in _parse_distinct(blend):
             yield CorpusUse((part,), name, weight, prefix, is_split=False)

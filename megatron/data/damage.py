@@ -35,15 +35,16 @@ def sidecar_sums(prefix: str, sidecar: Sidecar | None) -> dict[str, Any] | None:
     if not isinstance(sums_by_name, dict) or not sums_by_name:
         return None
     name = Path(prefix).name
-    # If the sidecar lists web and web_loss, the endings are "" and "_loss". If the corpus was then renamed to news, the
-    # longest ending of news_loss is "_loss", so its checksums are those of web_loss.
-    common_prefix = os.path.commonprefix(list(sums_by_name))
-    longest = ""
+    # A sidecar of web and web_loss has the common name web and the endings "" and "_loss". If the corpus was renamed to
+    # news, its pairs are news and news_loss. Both names end with "", but news_loss also with "_loss", so the longest
+    # ending counts: the checksums of news_loss are those of web + _loss.
+    old_name = os.path.commonprefix(list(sums_by_name))
+    longest_ending = ""
     for listed_name in sums_by_name:
-        ending = listed_name.removeprefix(common_prefix)
-        if name.endswith(ending) and len(ending) > len(longest):
-            longest = ending
-    sums = sums_by_name.get(name, sums_by_name.get(common_prefix + longest))
+        ending = listed_name.removeprefix(old_name)
+        if name.endswith(ending) and len(ending) > len(longest_ending):
+            longest_ending = ending
+    sums = sums_by_name.get(name, sums_by_name.get(old_name + longest_ending))
     return sums if isinstance(sums, dict) else None
 
 
