@@ -157,7 +157,10 @@ def _check_classes(pattern: str) -> None:
 
 @functools.cache
 def _unassigned() -> re.Pattern[str]:
-    """Return a pattern of the characters that Python does not know, so that it cannot know whether they are NFC."""
+    """Return a pattern of the characters that Python's version of Unicode does not know.
+
+    `tokenizers` may have a newer version, so Python cannot decide whether they are NFC.
+    """
     unknown = [character for character in CHARACTERS if unicodedata.category(character) == "Cn"]
     return re.compile(f"[{''.join(unknown)}]")
 
@@ -194,9 +197,10 @@ class FastBpe:
         """Return the ids of `text`, or None if only `tokenizers` can encode it. Special tokens are plain text."""
         if self._added.search(text):
             return None
+        # tiktoken does not normalise. ASCII text is always NFC.
         if self._needs_nfc and not text.isascii():
-            is_known = unicodedata.is_normalized("NFC", text) and not _unassigned().search(text)
-            if not is_known:
+            is_nfc = unicodedata.is_normalized("NFC", text)
+            if not is_nfc or _unassigned().search(text):
                 return None
         try:
             num_bytes = len(text.encode("utf-8"))
@@ -249,12 +253,13 @@ class BatchEncoder:
             self._fast_bpe = fast_bpe
 
     def _encode_fast(self, fast_bpe: FastBpe, texts: Sequence[str]) -> Ids:
-        ids_of_texts: list[NDArray[np.int32] | None] = []
-        left = []
+        """Encode each text by tiktoken if it can, and all others together by `tokenizers`."""
+        fast_ids: list[NDArray[np.int32] | None] = []
+        slow_texts = []
         for text in texts:
             ids = None if self._slow_texts.search(text) else fast_bpe.encode(text)
-            ids_of_texts.append(ids)
+            fast_ids.append(ids)
             if ids is None:
-                left.append(text)
-        ids_of_left = iter(self._encode_batch(left))
-        return [next(ids_of_left) if ids is None else ids for ids in ids_of_texts]
+                slow_texts.append(text)
+        slow_ids = iter(self._encode_batch(slow_texts))
+        return [next(slow_ids) if ids is None else ids for ids in fast_ids]

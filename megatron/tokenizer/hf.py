@@ -221,14 +221,15 @@ class _PlainTextEncoder:
     """Encoder that encodes the names of the tokens in `specials` as plain text, not as these tokens."""
 
     def __init__(self, tokenizer: Any, specials: Mapping[str, int]) -> None:
-        # A tokenizer may prepend a space to a text, or to each part of it between special tokens. Text after a special
-        # token gets only the latter. Text after other text, such as the rest of a cut name, gets neither.
+        # A tokenizer may add a space in two places: before a text, and before each part of it between special tokens.
+        # At the start of a text, both apply. After a special token, only the latter does. After other text, such as
+        # the rest of a cut name, neither does. So there is a copy of the tokenizer for each of the three places.
         description = tokenizer.to_str()
         self._at_start = tokenizer
         self._after_special = _without_prefix(tokenizer, description, is_after_text=False)
         self._after_text = _without_prefix(tokenizer, description, is_after_text=True)
-        # A unigram model also has the names of special tokens as ordinary pieces, so it matches them in a text.
-        # `split_pattern` matches such names, so that ids() can cut them.
+        # Here, special tokens in a text are plain text. But a unigram model also has their names as ordinary pieces, so
+        # it would find them. `split_pattern` matches such names, so that ids() can cut them into two texts.
         names_to_cut = [name for name, i in specials.items() if i in _encode(tokenizer, name)]
         self.split_pattern = split_name_pattern(names_to_cut)
 

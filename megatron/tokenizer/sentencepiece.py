@@ -230,10 +230,12 @@ class SentencePieceTokenizer(Tokenizer):
         return not self._adds_prefix_space or text.startswith((" ", MARK))
 
     def encode_content(self, text: str, inside: bool = False, after_text: bool = False) -> list[int]:
-        names = split_name_pattern(self._name_symbols).finditer(text)
-        # Each cut is inside a name, so no part contains a whole name.
-        cuts = [0, *(name.start() for name in names), len(text)]
+        # In a text, the names of user-defined symbols such as <name> are plain text, but the model would match them.
+        # The pattern matches at a place inside each name. Cut there, so that no part contains a whole name.
+        places = split_name_pattern(self._name_symbols).finditer(text)
+        cuts = [0, *(place.start() for place in places), len(text)]
         model_adds_space = self._sp.normalize("a") != "a"
+        # Only a part at the start of a text, or after a special token, may get the space that the model prepends.
         if after_text and model_adds_space:
             ids: list[int] = self._no_prefix_model.encode(text[: cuts[1]])
         else:
