@@ -1,5 +1,6 @@
 """Monitoring of a run for skipped steps, non-finite losses, loss spikes and copies of weights that differ."""
 
+import itertools
 import math
 import statistics
 from collections import deque
@@ -146,20 +147,24 @@ class Health:
                 skipped += 1
         return HealthSummary(losses, norms, skipped, spikes)
 
-    def _update_fault(self, step: StepResult, samples: SampleRange, loss: float, is_applied: bool) -> None:
-        """Count skipped steps, and set `fault` after a step that ends the run."""
-        # The scale before the step and the scale after it are both the minimum: no lower scale is left to try.
-        is_at_min_scale = self._min_scale is not None and self._scale == step.loss_scale == self._min_scale
-        self._scale = step.loss_scale
+    def _update_streak(self, step: StepResult, is_applied: bool) -> None:
+        """Count skipped steps in a row, except those by which fp16 lowers its high initial loss scale."""
         if is_applied:
             self._lowers_first_scale = False
             self._streak = 0
-        # At first, fp16 skips steps to lower its high initial loss scale; these do not count.
         elif step.spike or not self._lowers_first_scale:
             self._streak += 1
+
+    def _update_fault(self, step: StepResult, samples: SampleRange, loss: float, is_applied: bool) -> None:
+        """Count skipped steps, and set `fault` after a step that ends the run."""
+        self._update_streak(step, is_applied)
+        scale_before = self._scale
+        self._scale = step.loss_scale
         if self.fault is not None:  # the first fault is the one to report
             return
         overflowed = not is_applied and step.spike is None
+        # No lower loss scale is left to try if it was at its minimum before the step, and still is.
+        is_at_min_scale = self._min_scale is not None and scale_before == step.loss_scale == self._min_scale
         if overflowed and is_at_min_scale:
             self.fault = Fault(samples, self._streak, loss, self._min_scale)
             return
@@ -186,10 +191,11 @@ class Health:
 
 def _copy_to_host(steps: list[tuple[Tensor | float, Tensor | float]]) -> list[tuple[float, float]]:
     """Return (loss, gradient norm) of each step as numbers; all tensors are copied from the device at once."""
-    values = [value for step in steps for value in step]
+    values = list(itertools.chain(*steps))  # loss, norm, loss, norm, ...
     tensors = [value.double() for value in values if isinstance(value, Tensor)]
     copied = iter(torch.stack(tensors).tolist() if tensors else [])
-    numbers = [next(copied) if isinstance(value, Tensor) else value for value in values]  # loss, norm, loss, norm, ...
+    # Take the next copied number in the place of each tensor.
+    numbers = [next(copied) if isinstance(value, Tensor) else value for value in values]
     return list(zip(numbers[::2], numbers[1::2], strict=True))
 
 

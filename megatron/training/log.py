@@ -39,8 +39,9 @@ class TrainingLog(Feature):
         self.start_time = time.perf_counter()
         self.timed_steps = 0
         self.timed_samples = 0
-        # Reading these timers resets them; the results are not needed.
-        self.run.engine.busy(self.run.timers.take())
+        # These three methods return what was measured since their last call. Call them to discard it.
+        timed_parts = self.run.timers.take()
+        self.run.engine.busy(timed_parts)
         self.run.engine.times()
 
     def reset_statistics(self) -> None:
