@@ -72,11 +72,15 @@ class RankScorer(LogLikelihoods):
             self._score_on_all_ranks(requests)
 
     def _score_on_all_ranks(self, requests: Sequence[Request]) -> list[Scored]:
+        """Return the score of each request. If a rank fails, rank 0 raises ValueError, and others return [].
+
+        All ranks must call this with the same requests.
+        """
         own_scores: dict[int, list[list[float]]] = {}
         problem = None
-        parts = [requests[at : at + self._batch_size] for at in range(0, len(requests), self._batch_size)]
+        batches = [requests[start : start + self._batch_size] for start in range(0, len(requests), self._batch_size)]
         try:
-            own_scores = self._score_on_rank(parts)
+            own_scores = self._score_on_rank(batches)
         except Exception as error:  # a failed evaluation does not end the run, whatever the error
             problem = one_line_error(error)
         gathered = gather_objects((own_scores, problem))
@@ -86,20 +90,21 @@ class RankScorer(LogLikelihoods):
             if is_rank_0():
                 raise ValueError(problem)
             return []
-        sums = torch.zeros(len(parts), 2, self._batch_size, dtype=torch.float64)
+        # Context-parallel ranks report sums over their own tokens of the same texts, so the reports are added.
+        sums = torch.zeros(len(batches), 2, self._batch_size, dtype=torch.float64)
         for rank_scores, _ in gathered:
             for index, values in rank_scores.items():
                 # Higher numbers are the micro-batches of padding with which replicas run equally many.
-                if index < len(parts):
+                if index < len(batches):
                     sums[index] += torch.tensor(values, dtype=torch.float64)
         # From [micro-batches, 2, b] to [2, requests]; the last micro-batch may have rows without a request.
-        nats, wrong = sums.transpose(0, 1).flatten(1)[:, : len(requests)].tolist()
+        losses, wrong_tokens = sums.transpose(0, 1).flatten(1)[:, : len(requests)].tolist()
         scores = []
-        for nat, count in zip(nats, wrong, strict=True):
-            scores.append(Scored(-nat, greedy=count == 0))
+        for loss, num_wrong in zip(losses, wrong_tokens, strict=True):
+            scores.append(Scored(-loss, greedy=num_wrong == 0))
         return scores
 
-    def _score_on_rank(self, parts: Sequence[Sequence[Request]]) -> dict[int, list[list[float]]]:
+    def _score_on_rank(self, batches: Sequence[Sequence[Request]]) -> dict[int, list[list[float]]]:
         """Run this rank's micro-batches; return {number of a micro-batch: [2, b]} if this rank is to report them.
 
         [2, b] are the summed losses and the numbers of wrong tokens. One rank of each model-parallel group of the last
@@ -107,9 +112,10 @@ class RankScorer(LogLikelihoods):
         """
         mesh = mpu.get_mesh()
         share = mesh.share
-        rounds = -(-len(parts) // share.size)  # rounded up, as every replica must run equally many micro-batches
+        rounds = -(-len(batches) // share.size)  # rounded up, as every replica must run equally many micro-batches
+        # With 5 batches and 2 replicas, replica 1 runs the batches 1 and 3, and then number 5, which is only padding.
         numbers = range(share.rank, rounds * share.size, share.size)
-        micro_batches = [self.micro_batch(parts[i] if i < len(parts) else ()) for i in numbers]
+        micro_batches = [self.micro_batch(batches[i] if i < len(batches) else ()) for i in numbers]
         # In a call, stages idle while the pipeline fills and empties, so a call has several micro-batches per stage.
         per_call = max(MIN_MICRO_BATCHES, 4 * mesh.pipe.size)
         # While this list exists, the loss adds the sums of each micro-batch to it.
@@ -181,10 +187,17 @@ def _print_and_log(run: Run, tasks: TaskSet, scorer: RankScorer) -> None:
 
 
 def _evaluate_cloze(tasks: TaskSet, scorer: RankScorer) -> dict[str, dict[str, float]]:
+    """Return the metrics of a cloze file under its name; a question counts as right if greedy decoding answers it."""
     scores = scorer.score(tasks.requests)
-    loss = -sum(each.log_probability for each in scores) / sum(each.num_targets for each in tasks.requests)
-    num_right = sum(each.greedy for each in scores)
-    numbers = {"accuracy": num_right / len(scores), "lm_loss": loss, "ppl": perplexity(loss), "questions": len(scores)}
+    num_targets = sum(request.num_targets for request in tasks.requests)
+    loss = -sum(score.log_probability for score in scores) / num_targets
+    num_right = sum(score.greedy for score in scores)
+    numbers = {
+        "accuracy": num_right / len(scores),
+        "lm_loss": loss,
+        "ppl": perplexity(loss),
+        "questions": len(scores),
+    }
     return {tasks.name: numbers}
 
 

@@ -50,10 +50,12 @@ def continuation_request(tokenizer: Tokenizer, context: str, text: str, max_leng
     if not text or not all_ids:
         return None
     # lm-eval fails if no token is left for the text. Here, the last token is scored.
-    targets = all_ids[len(context_ids) :] or all_ids[-1:]
-    context_ids = context_ids if len(context_ids) < len(all_ids) else all_ids[:-1]
+    if len(context_ids) >= len(all_ids):
+        context_ids = all_ids[:-1]
+    targets = all_ids[len(context_ids) :]
+    context_ids = context_ids or [prefix_id(tokenizer)]
     # One id more than the window, as the last target is no input.
-    ids = [*(context_ids or [prefix_id(tokenizer)]), *targets][-max_length - 1 :]
+    ids = [*context_ids, *targets][-max_length - 1 :]
     # The first id is only context, so it is no target, even if the text is longer than the window.
     return Request(ids, min(len(targets), len(ids) - 1))
 
@@ -88,11 +90,13 @@ class LogLikelihoods:
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[Scored]:
         """Return (log-probability, whether greedy decoding yields it) of each request's continuation."""
-        texts = [request.args for request in requests]
-        # None for a request without tokens to score, which gets the log-probability 0.
-        to_score = [continuation_request(self.tokenizer, context, text, self.max_length) for context, text in texts]
-        scores = iter(self.score([each for each in to_score if each]))
-        return [next(scores) if each else Scored(0.0, greedy=True) for each in to_score]
+        to_score = []  # None for a request without tokens to score, which gets the log-probability 0
+        for request in requests:
+            context, text = request.args
+            to_score.append(continuation_request(self.tokenizer, context, text, self.max_length))
+        # The scores are in the order of the requests with tokens, so each of these takes the next one.
+        scores = iter(self.score(list(filter(None, to_score))))
+        return [next(scores) if scorable else Scored(0.0, greedy=True) for scorable in to_score]
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
         """Return the log-probability of each whole text; see `rolling_requests`."""

@@ -40,15 +40,18 @@ def read_tasks(config: Config, tokenizer: Tokenizer) -> list[TaskSet]:
 
 
 def _read_word(word: str, config: Config, tokenizer: Tokenizer) -> TaskSet:
+    """Return the tasks of one word: FILE, NAME=FILE or an lm-eval task. Raises ValueError for an invalid one."""
     flag = f"--eval-tasks {word}"
-    # A word is FILE, NAME=FILE or an lm-eval task. A file in a folder such as lang=en has no name.
-    *names, file = [word] if Path(word).exists() else word.split("=", 1)
+    name = ""
+    file = word
+    if "=" in word and not Path(word).exists():  # a file in a folder such as lang=en has no name
+        name, file = word.split("=", 1)
     path = Path(file)
     if path.suffix in (".jsonl", ".yaml", ".yml") and not path.is_file():
         raise ValueError(f"{flag}: there is no file {file}")
     if path.suffix == ".jsonl":
         requests = read_cloze(file, tokenizer, config.data.seq_length)
-        return TaskSet(word, "".join(names) or path.stem, requests[: config.train.eval_tasks_limit])
+        return TaskSet(word, name or path.stem, requests[: config.train.eval_tasks_limit])
     tasks = [word]
     folders = []
     if path.exists():
