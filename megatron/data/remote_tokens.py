@@ -7,13 +7,14 @@ MEGATRON_CACHE_DIR names the cache's folder, MEGATRON_CACHE_GB is the limit of i
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import mmap
 import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,33 +78,40 @@ def local_copy(path: RemotePath) -> Path:
     return copy
 
 
+@functools.cache
+def _load_libc() -> Any:
+    """Return the C library, with the types of mmap, munmap and madvise.
+
+    Python's module `mmap` cannot map a file at a given address.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    address = ctypes.c_void_p
+    number = ctypes.c_int
+    length = ctypes.c_size_t
+    libc.mmap.restype = address
+    # Address, length, protection, flags, file and offset.
+    libc.mmap.argtypes = (address, length, number, number, number, ctypes.c_int64)
+    libc.munmap.argtypes = (address, length)
+    libc.madvise.argtypes = (address, length, number)
+    return libc
+
+
 class _Region:
     """Range of addresses for an object, at which files of the cache are mapped; read-only numpy array of bytes.
 
     Reading bytes of a file that is not mapped crashes the process.
     """
 
-    _libc: ClassVar[Any] = None
-
     def __init__(self, size: int) -> None:
-        if _Region._libc is None:
-            libc = ctypes.CDLL(None, use_errno=True)
-            address = ctypes.c_void_p
-            number = ctypes.c_int
-            length = ctypes.c_size_t
-            libc.mmap.restype = address
-            # Address, length, protection, flags, file and offset.
-            libc.mmap.argtypes = (address, length, number, number, number, ctypes.c_int64)
-            libc.munmap.argtypes = (address, length)
-            libc.madvise.argtypes = (address, length, number)
-            _Region._libc = libc
-        self._size = size + HUGE_PAGE
+        self._libc = _load_libc()
+        self._size = size + HUGE_PAGE  # room to begin at the next multiple of HUGE_PAGE
         self._begin = None  # for __del__, if the next line fails
         # Reserve addresses without memory: 0 permits no access, and -1 is no file.
         self._begin = self._map(None, self._size, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
         # The kernel maps whole huge pages of a file only at multiples of their size; reading is then about 10 % faster.
         self._aligned_begin = -(-self._begin // HUGE_PAGE) * HUGE_PAGE  # rounded up
-        data = (self._aligned_begin, True)  # read-only
+        # numpy reads this attribute: an array of `size` unsigned bytes (|u1) at this address, read-only.
+        data = (self._aligned_begin, True)
         self.__array_interface__ = {"shape": (size,), "typestr": "|u1", "data": data, "version": 3}
 
     def _map(self, address_wanted: int | None, size: int, protection: int, flags: int, file: int) -> int:
@@ -139,15 +147,16 @@ class RemoteTokens:
         self.stamp = path.stamp()
         if stamp is not None:
             _check_unchanged(path, stamp)
-        self._length = self.stamp[0] // dtype.itemsize
+        num_bytes = self.stamp[0]  # a stamp is the size of an object, and its version
+        self._length = num_bytes // dtype.itemsize
         self._per_block = BLOCK // dtype.itemsize
         self._folder = version_folder(path, self.stamp)
         self._limit = cache_limit()
-        self._in_memory: dict[int, Array] = {}
+        self._in_memory: dict[int, Array] = {}  # blocks by number that could not be stored, as on a full disk
         # The size of the cache is checked whenever this process has stored 1/64 of the limit.
         self._blocks_per_check = max(self._limit // (64 * BLOCK), 1)
         self._stored_blocks = 0  # blocks stored since the last check
-        self._folder_mtime = 0  # time at which the folder has last changed
+        self._folder_mtime = 0  # time of the folder's last change that `refresh` has seen, to find deleted files
         self._reset_region()
 
     def _reset_region(self) -> None:
