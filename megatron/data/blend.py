@@ -285,6 +285,7 @@ def blend_sets(sets: NamedSets) -> Any:
 
 
 def _blend(members: Sequence[Member]) -> Any:
+    """Return a blend of corpora, which without weights count by their numbers of samples, or the only corpus."""
     if len(members) == 1:
         return members[0].dataset
     datasets = [member.dataset for member in members]

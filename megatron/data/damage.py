@@ -117,11 +117,14 @@ def find_holes(indexed: IndexedDataset, eod: int | None, max_blocks: int | None 
     for number in evenly_spaced(count, max_blocks or count):
         first_token = number * TOKENS_AT_ONCE
         tokens = indexed.tokens[first_token : first_token + TOKENS_AT_ONCE]
-        for begin, end, token in _find_runs(np.asarray(tokens)):
-            if runs and runs[-1][1:] == [first_token + begin, token]:  # the last run continues in this block
-                runs[-1][1] = first_token + end
+        for begin_in_block, end_in_block, token in _find_runs(np.asarray(tokens)):
+            begin = first_token + begin_in_block
+            end = first_token + end_in_block
+            # A run goes on from the block before if the last run has the same id and ends where this one begins.
+            if runs and runs[-1][1:] == [begin, token]:
+                runs[-1][1] = end
             else:
-                runs.append([first_token + begin, first_token + end, token])
+                runs.append([begin, end, token])
     shortest = min(MIN_RUN_LENGTH, indexed.num_tokens)
     for begin, end, token in runs:
         if token != eod and end - begin >= shortest:

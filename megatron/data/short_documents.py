@@ -55,8 +55,30 @@ def _unused_fraction(ends: NDArray[np.int64], plan: SpanPlan) -> float:
 
 
 def _max_ends_in_window(ends: NDArray[np.int64], tokens: int) -> int:
-    windows = max(int(ends[-1] + 1) // tokens, 1) if len(ends) else 1
-    return int(np.diff(ends.searchsorted(np.arange(windows + 1) * tokens)).max())
+    """Return the largest number of document ends in one window of `tokens` tokens.
+
+    With ends at 2, 5 and 7 and windows of 4 tokens, 0, 1 and 3 ends lie before the tokens 0, 4 and 8. So the two
+    windows have 1 and 2 ends.
+    """
+    text_length = int(ends[-1]) + 1 if len(ends) else 0
+    windows = max(text_length // tokens, 1)
+    boundaries = np.arange(windows + 1) * tokens
+    ends_before = ends.searchsorted(boundaries)
+    return int(np.diff(ends_before).max())
+
+
+def _plan_window(tokens: int, max_ends: int, density: float, mean_span: float) -> SpanPlan:
+    """Return a plan for windows of `tokens` tokens, in which up to `max_ends` documents end."""
+    # 1/8 more, rounded up, because in another order more documents may end in one window.
+    max_spans = max_ends + -(-max_ends // 8)
+    noise = max(round(tokens * density), 1)
+    # A span has at least one masked token, and an unmasked one before it.
+    spans = min(max(round(noise / mean_span), 1), noise, max(tokens - noise, 1))
+    max_spans = min(max(max_spans, spans), tokens)
+    masked = max(noise, max_spans)
+    # Encoder and decoder have a sentinel for each span, besides the unmasked and the masked tokens.
+    encoder_length = tokens - masked + max_spans
+    return SpanPlan(tokens, noise, spans, encoder_length, masked + max_spans, max_spans)
 
 
 def fit_documents(
@@ -75,16 +97,7 @@ def fit_documents(
     tokens = plan.tokens
     while True:  # make the windows shorter by 1/64 until the plan fits
         max_ends = max(_max_ends_in_window(ends, tokens) for ends in ends_of_corpora)
-        # 1/8 more, rounded up, because in another order more documents may end in one window.
-        max_spans = max_ends + -(-max_ends // 8)
-        # A span has at least one masked token, and an unmasked one before it.
-        noise = max(round(tokens * density), 1)
-        spans = min(max(round(noise / mean_span), 1), noise, max(tokens - noise, 1))
-        max_spans = min(max(max_spans, spans), tokens)
-        masked = max(noise, max_spans)
-        # Encoder and decoder have a sentinel for each span, besides the unmasked and the masked tokens.
-        encoder_length = tokens - masked + max_spans
-        shorter = SpanPlan(tokens, noise, spans, encoder_length, masked + max_spans, max_spans)
+        shorter = _plan_window(tokens, max_ends, density, mean_span)
         fits_decoder = not decoder or shorter.decoder <= decoder
         fits = shorter.encoder <= plan.encoder and shorter.max_spans < sentinels and fits_decoder
         if fits or tokens <= 2:
