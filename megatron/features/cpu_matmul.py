@@ -184,6 +184,7 @@ def compare_kernels(shape: Shape, dtype: torch.dtype) -> Ratios:
 
 
 def _speedups(product: Callable[[bool], Tensor]) -> list[float]:
+    """Return the speedup of the second kernel in each round; a clear speedup needs no further round."""
     _seconds(product, True)  # warm-up
     speedups: list[float] = []
     while len(speedups) < ROUNDS and max(speedups, default=0.0) < CLEAR_SPEEDUP:
@@ -213,11 +214,15 @@ def is_conclusive(ratios: Ratios) -> bool:
 
 
 def _agree(speedups: list[float]) -> bool:
+    """Return whether the rounds agree on the better kernel.
+
+    They do if one speedup is clear, or if both quartiles are on the same side of MIN_SPEEDUP.
+    """
     if not speedups:
         return False
-    # The upper quartile. The verdict is clear if both quartiles are on the same side of MIN_SPEEDUP.
-    upper = sorted(speedups)[-1 - len(speedups) // 4]
-    return max(speedups) >= CLEAR_SPEEDUP or (lower_quartile(speedups) >= MIN_SPEEDUP) == (upper >= MIN_SPEEDUP)
+    upper_quartile = sorted(speedups)[-1 - len(speedups) // 4]
+    same_side = is_faster(speedups) == (upper_quartile >= MIN_SPEEDUP)
+    return max(speedups) >= CLEAR_SPEEDUP or same_side
 
 
 def _note(ratios: Mapping[Shape, Ratios], precision: str) -> str:
@@ -242,6 +247,7 @@ def read_cache(path: Path) -> dict[str, Ratios]:
 
 
 def _are_ratios(value: Any) -> bool:
+    """Return whether an entry of the cache file, which may be damaged, is a list of three lists of numbers."""
     return is_list(value, lambda each: is_list(each, lambda ratio: type(ratio) is float), 3)
 
 

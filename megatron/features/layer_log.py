@@ -44,25 +44,31 @@ class LayerLog(Feature):
         self._engine = run.engine.deepspeed
         model = self._engine.module
         self._model = model
+
+        # Names of all layers of the model, in the same order on all ranks, so that each has the same index everywhere.
         parameters = list(global_parameters(model))
-        layer_names: list[str] = []
+        stage_layers: list[str] = []
         if hasattr(model, "named_layers"):
-            layer_names = [name for name, _ in model.named_layers()]
-        layer_of = {name: _layer_of(name, layer_names) for name, _ in parameters}
+            stage_layers = [name for name, _ in model.named_layers()]
+        layer_of = {name: _layer_of(name, stage_layers) for name, _ in parameters}
         # Each rank knows only the layers of its stage, so the sets of all ranks are joined.
         all_layers: set[str] = set().union(*gather_objects(set(layer_of.values())))
         ordered = [name for name in getattr(model, "layer_names", []) if name in all_layers]
         # First the layers of the network in its order, then the modules outside of layers; a dict drops repeats.
         self.names = list(dict.fromkeys([*ordered, *sorted(all_layers)]))
         self._layer_index = {name: index for index, name in enumerate(self.names)}
+
+        # Norms of weights, gradients and updates: each parameter counts on one model-parallel rank only.
         mesh = mpu.get_mesh()
         index_of_parameter = {}
         for name, p in parameters:
             if mpu.is_unique_param(p, mesh.model.rank):
                 index_of_parameter[p] = self._layer_index[layer_of[name]]
         self._norms = StepNorms(self._engine, index_of_parameter, len(self.names), first_replica=mesh.data.rank == 0)
+
+        # Activations and attention logits; `before_step` replaces the tensors.
         compiled = any(map(is_compiled, model.modules()))
-        self._attentions = [] if compiled else list(self._attention_modules(layer_names))
+        self._attentions = [] if compiled else list(self._attention_modules(stage_layers))
         if compiled:
             print_rank_0(
                 "note: --log-layers leaves out attention logits, as layers are compiled; --no-compile logs them"
@@ -73,8 +79,9 @@ class LayerLog(Feature):
         self._is_measuring = False
         self.metrics: dict[str, Metrics] = {}
 
-    def _attention_modules(self, layer_names: list[str]) -> Any:
-        for name, layer in self._model.named_layers() if layer_names else ():
+    def _attention_modules(self, stage_layers: list[str]) -> Any:
+        """Yield (index of its layer, module) of each attention of this stage; nothing if the model has no layers."""
+        for name, layer in self._model.named_layers() if stage_layers else ():
             for module in layer.modules():
                 if isinstance(module, Attention):
                     yield self._layer_index[name], module
