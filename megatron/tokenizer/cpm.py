@@ -157,6 +157,7 @@ class CpmVocabTokenizer(_CpmBase):
         return np.array(list(itertools.chain.from_iterable(map(self._cached_match, words))), dtype=np.int32)
 
     def _match_longest(self, word: str) -> tuple[int, ...]:
+        """Return the ids of a word: at each position those of the longest token, else of one character."""
         size = len(word)
         tokens = self._ordinary_tokens
         if size > LONGEST_WORD and not self._byte_ids and self._unknown is not None:

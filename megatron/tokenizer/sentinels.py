@@ -24,10 +24,10 @@ class SentinelTokenizer(Tokenizer):
         self.contradiction = tokenizer.contradiction
         self.eod = tokenizer.eod
         self._prefix = "extra_id_" if convention == "t5" else "s_"
-        size = tokenizer.vocab_size
         own_ids = own_sentinels(tokenizer, convention)
-        self.pad = tokenizer.specials.get("<pad>", size)  # `size` is the first new id
-        size = max(size, self.pad + 1)
+        # Without a padding token in `tokenizer`, padding gets the first new id, and sentinels the following ones.
+        self.pad = tokenizer.specials.get("<pad>", tokenizer.vocab_size)
+        size = max(tokenizer.vocab_size, self.pad + 1)
         if own_ids and len(own_ids) < count:
             raise ValueError(
                 f"the tokenizer has only {len(own_ids)} sentinels; set --num-sentinels to at most {len(own_ids)}"

@@ -194,8 +194,9 @@ def _copy_to_host(steps: list[tuple[Tensor | float, Tensor | float]]) -> list[tu
     values = list(itertools.chain(*steps))  # loss, norm, loss, norm, ...
     tensors = [value.double() for value in values if isinstance(value, Tensor)]
     copied = iter(torch.stack(tensors).tolist() if tensors else [])
-    # Take the next copied number in the place of each tensor.
-    numbers = [next(copied) if isinstance(value, Tensor) else value for value in values]
+    numbers = []
+    for value in values:  # the next copied number takes the place of each tensor
+        numbers.append(next(copied) if isinstance(value, Tensor) else value)
     return list(zip(numbers[::2], numbers[1::2], strict=True))
 
 

@@ -96,6 +96,7 @@ class MetricsWriter:
         return is_found
 
     def _drop_later_rows(self, path: Path, iteration: int) -> None:
+        """Rewrite metrics.jsonl without rows that the run will write again, and remember which rows it has."""
         if not path.exists():
             return
         # Line by line, as the file of a model with many experts may be larger than the memory.
