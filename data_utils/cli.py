@@ -50,8 +50,8 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         if text.startswith("examples:"):
             # Join the lines of each command, so that it can be wrapped at another width.
-            whole = text.replace(" \\\n      ", " ")
-            return "\n".join(_wrap_example(line, width) for line in whole.split("\n"))
+            joined = text.replace(" \\\n      ", " ")
+            return "\n".join(_wrap_example(line, width) for line in joined.split("\n"))
         return "\n\n".join(textwrap.fill(each, width, break_on_hyphens=False) for each in text.split("\n\n"))
 
     def _split_lines(self, text: str, width: int) -> list[str]:
@@ -63,10 +63,15 @@ def _has_long_choices(action: argparse.Action) -> bool:
 
 
 def _wrap_example(line: str, width: int) -> str:
-    """Return a line of examples, a shell command or a remark, as lines of at most `width` characters."""
+    """Return a line of examples, a shell command or a remark, as lines of at most `width` characters, but at least 60.
+
+    A narrower terminal breaks the lines itself. In the line of a command, a flag stays with its value, such as
+    `--split 98,1,1`, and a value in quotes stays whole.
+    """
     is_command = line.startswith("  python ")
     quoted = r"\"[^\"]*\"|'[^']*'"
-    words = re.findall(rf"(?:--\S+ (?={quoted}|[^\s-]))?(?:{quoted}|\S)+", line)  # a flag stays with its value
+    flag_before_value = rf"--\S+ (?={quoted}|[^\s-])"
+    words = re.findall(rf"(?:{flag_before_value})?(?:{quoted}|\S)+", line)
     indent = line[: len(line) - len(line.lstrip())]
     lines = [indent + " ".join(words[:1])]
     for word in words[1:]:

@@ -106,7 +106,7 @@ def print_uses(args: argparse.Namespace) -> None:
             matching.append(index)
     if not matching:
         raise ValueError(
-            f"the training data of {args.run_dir} have no corpus {args.path or ''}; give --path with one of "
+            f"the training data of {args.run_dir} have no corpus {path}; give --path with one of "
             f"{', '.join(trained)}"
         )
     first_match = members[matching[0]]
@@ -162,8 +162,7 @@ def print_iteration(args: argparse.Namespace) -> None:
             # `use.tokens` counts from the first token of the document, the file from the first of all documents.
             begin = corpus.document_start(use.document)
             ids = corpus.tokens[begin + use.tokens.start : begin + use.tokens.stop]
-            text = tokenizer.decode(ids.tolist())
-            text = " ".join(text.split())
+            text = " ".join(tokenizer.decode(ids.tolist()).split())  # on one line
             if len(text) > PREVIEW and not args.full:
                 text = text[:PREVIEW] + "..."
             positions = _format_range(use.positions)

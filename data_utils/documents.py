@@ -150,20 +150,22 @@ def _plain_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
                 start = end
                 continue
             # A document is longer than `largest`. The documents before it become a chunk of their own.
-            offset = start + _last_boundary(file, path, start, size)
-            if offset > start:
-                yield Chunk(source, start, offset - start)
-            file.seek(offset)
+            overlong = start + _last_boundary(file, path, start, size)
+            if overlong > start:
+                yield Chunk(source, start, overlong - start)
+
+            # The overlong document becomes one or more chunks of an empty line. The first of them has its error.
+            file.seek(overlong)
             hint = encoding_hint(file.read(4096))
-            bad: BadDocuments = ((0, _overlong_document(path, _line_number(path, offset), largest, hint)),)
-            start += size
-            # The overlong document becomes chunks of an empty line, of which the first has its error.
-            while (end := _next_boundary(file, path, start, total, SKIPPED_BYTES)) is None:
-                yield Chunk(source, offset, SKIPPED_BYTES, b"\n", bad=bad)
-                offset = offset + SKIPPED_BYTES
+            bad: BadDocuments = ((0, _overlong_document(path, _line_number(path, overlong), largest, hint)),)
+            search_from = start + size  # no document ends before
+            start = overlong
+            while (end := _next_boundary(file, path, search_from, total, SKIPPED_BYTES)) is None:
+                yield Chunk(source, start, SKIPPED_BYTES, b"\n", bad=bad)
                 bad = ()
-                start = offset
-            yield Chunk(source, offset, end - offset, b"\n", bad=bad)
+                start += SKIPPED_BYTES
+                search_from = start
+            yield Chunk(source, start, end - start, b"\n", bad=bad)
             start = end
 
 
@@ -211,33 +213,33 @@ def _last_boundary(file: BinaryIO, path: str, start: int, size: int) -> int:
 def _stream_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
     """Cut a file that can only be read sequentially into chunks that carry their bytes."""
     delimiter = _delimiter(source.path)
-    held = bytearray()
-    searched = 0  # no further delimiter begins in this many bytes of `held`
+    unread = bytearray()  # bytes that no chunk has yet
+    searched = 0  # no further delimiter begins in this many bytes of `unread`
     line = 1
     start = 0
-    skipping = False
+    skipping = False  # whether `unread` begins within an overlong document
     for block in read_blocks(source.path, size, source.encoding):
-        held += block
-        ends = [match.end() for match in delimiter.finditer(held, searched)]
+        unread += block
+        ends = [match.end() for match in delimiter.finditer(unread, searched)]
         bad: BadDocuments = ()
         cut = 0
         is_complete = bool(ends)  # whether the bytes before `cut` are whole documents
         if ends and skipping:
-            cut = ends[0]
+            cut = ends[0]  # the end of the overlong document
             skipping = False
             is_complete = False
         elif ends:
             cut = ends[-1]
-        elif skipping or len(held) > largest:
+        elif skipping or len(unread) > largest:
             # Discard an overlong document except the blanks at its end, which may be the first part of a delimiter.
-            cut = len(held.rstrip(_DELIMITER_BYTES))
+            cut = len(unread.rstrip(_DELIMITER_BYTES))
             if not skipping:
                 bad = ((0, _overlong_document(source.path, line, largest)),)
             skipping = True
-        content = bytes(held[:cut])
-        del held[:cut]
+        content = bytes(unread[:cut])
+        del unread[:cut]
         searched = max(0, searched - cut)
-        searched += len(held[searched:].rstrip(_DELIMITER_BYTES))
+        searched += len(unread[searched:].rstrip(_DELIMITER_BYTES))
         if content and is_complete:
             yield Chunk(source, start, cut, content, line)
         elif content:
@@ -245,9 +247,9 @@ def _stream_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
             yield Chunk(source, start, cut, b"\n" * len(bad), line, bad)
         line += content.count(b"\n")
         start += cut
-    if held:
-        last = b"" if skipping else bytes(held)
-        yield Chunk(source, start, len(held), last, line)
+    if unread:
+        last = b"" if skipping else bytes(unread)
+        yield Chunk(source, start, len(unread), last, line)
 
 
 def _record_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:

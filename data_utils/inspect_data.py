@@ -69,8 +69,9 @@ def verify(args: argparse.Namespace) -> None:
     Raises DatasetError with a list of all problems.
     """
     prefixes = [f"{args.prefix}{part}" for part in _PARTS_OF_TRIPLE]
-    # Without any of these files, the error must name the prefix that was given, not that of a CPM corpus.
-    if to_path(f"{args.prefix}.idx").is_file() or not to_path(f"{prefixes[0]}.idx").is_file():
+    is_triple = to_path(f"{prefixes[0]}.idx").is_file() and not to_path(f"{args.prefix}.idx").is_file()
+    # If no file exists at all, the error names the prefix that was given, as of an ordinary corpus.
+    if not is_triple:
         prefixes = pair_prefixes(args.prefix)
     problems = []
     for prefix in prefixes:
