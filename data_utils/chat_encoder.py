@@ -63,6 +63,10 @@ class _TokenBuffer:
                 self._encode(text[begin:end], in_loss[begin:end])
 
     def _encode(self, text: str, in_loss: bytearray) -> None:
+        """Append the ids of a text, and for each id whether it counts in the loss.
+
+        in_loss: 1 for each character that counts, else 0.
+        """
         # Text that counts as a whole, or not at all, needs no places of its tokens.
         spans = None
         if 0 < in_loss.count(1) < len(text):

@@ -263,6 +263,7 @@ class JinjaTemplate:
         return (Piece(self.render(messages, add_generation_prompt=True)),)
 
     def _refuse_names(self, messages: Messages) -> None:
+        """Raise ValueError for a message with keys that the template ignores, or with the name of a special token."""
         for message in messages:
             refuse_unrendered(message.further, self.source)
         for text in texts_in([[message.content, message.further] for message in messages]):

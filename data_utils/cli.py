@@ -44,10 +44,12 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return super()._metavar_formatter(action, default_metavar)
 
     def _expand_help(self, action: argparse.Action) -> str:
+        """Append the choices of a flag to its help if they are too long to stand beside its name."""
         text = super()._expand_help(action)
         return f"{text}: {', '.join(action.choices or ())}" if _has_long_choices(action) else text
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Wrap the examples command by command, and other text paragraph by paragraph."""
         if text.startswith("examples:"):
             # Join the lines of each command, so that it can be wrapped at another width.
             joined = text.replace(" \\\n      ", " ")

@@ -85,6 +85,7 @@ def _shrunk_error(path: str) -> InputError:
 
 
 def _line_number(path: str, offset: int) -> int:
+    """Return the number, from 1, of the line with the byte at `offset`."""
     mtime_ns = os.stat(path).st_mtime_ns
     # Lines of the blocks before, which are cached, and lines that end in the same block before the byte.
     block, rest = divmod(offset, CHUNK_BYTES)
@@ -348,6 +349,7 @@ def _unread_columns_hint(path: str, keys: Sequence[str] | ExtractTexts) -> str:
 
 
 def _document_ranges(delimiter: re.Pattern[bytes], content: bytes) -> Iterator[tuple[int, int]]:
+    """Yield (start, end) of each document in `content`, without the delimiters."""
     start = 0
     for match in delimiter.finditer(content):
         yield start, match.start()
@@ -357,6 +359,7 @@ def _document_ranges(delimiter: re.Pattern[bytes], content: bytes) -> Iterator[t
 
 
 def _num_copies(chunk: Chunk, offset: int, seed: int, draw: Draw) -> int:
+    """Return how often a document is read: FILE@2.5 gives each one twice, and half of them once more."""
     # Weight 2.5 gives each document twice, and a random half of the documents once more.
     full_copies = int(chunk.source.weight)
     fraction = chunk.source.weight - full_copies

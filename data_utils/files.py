@@ -128,6 +128,7 @@ class _Search:
         return new_names
 
     def _is_new(self, real: str, path: Path) -> bool:
+        """Return whether a file is found for the first time; note another path of a known file as a duplicate."""
         # A new file is stored with this path. Of a known one, another path is a duplicate, but the same path is not.
         first = self._found.setdefault(real, path)
         if first is not path and first != path:
@@ -204,6 +205,7 @@ def _is_report(path: str) -> bool:
 
 
 def _abbreviate(paths: Sequence[Path | str]) -> str:
+    """Return the first MAX_NAMED paths in words."""
     # The dots follow only if there are more paths, as False counts as 0.
     return ", ".join(map(str, paths[:MAX_NAMED])) + ", ..." * (len(paths) > MAX_NAMED)
 

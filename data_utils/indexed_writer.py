@@ -220,6 +220,7 @@ class _ChecksummedFile:
         self._position = position
 
     def checksums(self) -> list[str]:
+        """Return the checksum of each block written so far, with that of the incomplete last block."""
         checksums = list(self._full_blocks)
         # The last block may be shorter than the others.
         if self._position % BLOCK:

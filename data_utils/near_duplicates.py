@@ -103,6 +103,7 @@ class BandTable:
         self._used += len(keys)
 
     def _grow(self) -> None:
+        """Double the table, and insert its entries again, as their slots depend on its size."""
         used = self._texts != EMPTY
         keys = self._keys[used]
         texts = self._texts[used]
@@ -170,10 +171,12 @@ class NearDuplicates:
         return keys
 
     def _largest_similarity(self, truncated: NDArray[np.uint16], texts: Hashes) -> float:
+        """Return the largest estimated similarity of a truncated signature to those of `texts`."""
         known = np.stack([self._blocks[text // BLOCK_ROWS][text % BLOCK_ROWS] for text in texts.tolist()])
         return float((known == truncated).mean(1).max())  # the largest share of equal numbers
 
     def _store(self, truncated: NDArray[np.uint16]) -> None:
+        """Append a signature to the blocks, which are allocated as they are needed."""
         block, row = divmod(self._num_texts, BLOCK_ROWS)
         if row == 0:
             self._blocks.append(np.empty((BLOCK_ROWS, HASHES), dtype=np.uint16))

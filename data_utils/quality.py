@@ -59,6 +59,7 @@ def is_misread(text: str) -> bool:
 
 
 def _becomes_chinese(text: str, wrong_encoding: str, true_encoding: str) -> bool:
+    """Return whether a text is mostly Chinese if it was read in `wrong_encoding` instead of `true_encoding`."""
     if len(text) < 8:  # too short for a judgement
         return False
     decoded = text.encode(wrong_encoding, "replace").decode(true_encoding, "replace")

@@ -196,6 +196,7 @@ def unread_columns(path: str) -> dict[str, str]:
 
 @lru_cache(maxsize=64)
 def _unread_columns(path: str, changed: int) -> dict[str, str]:
+    """Return name -> type of each column of a Parquet file that is not read. changed: time of change, for the cache."""
     types = _pyarrow(path).types
     return {field.name: str(field.type) for field in _schema(path) if not _is_readable(types, field.type)}
 
@@ -286,6 +287,7 @@ class _JsonArray:
         return end, "", end == len(self._window)  # a number may continue in the next block
 
     def _advance_to(self, to: int) -> None:
+        """Move the position in the window forward, and count the lines passed."""
         self._line += self._window.count("\n", self._position, to)
         self._position = to
 

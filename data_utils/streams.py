@@ -42,6 +42,7 @@ class _ByteSource(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
+        """Fill `buffer` with decompressed bytes, and return their number; 0 at the end of the file."""
         while not self._buffer:
             if not self._fill():
                 return 0

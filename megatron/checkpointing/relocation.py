@@ -163,6 +163,7 @@ def relocated(config: Config, run_dir: Path) -> Config:
     old_run_dir = config.log.run_dir
 
     def new_path(path: str) -> str:
+        """Return the path in the moved run directory if `path` points into the old one, else `path`."""
         if old_run_dir is None or not path or is_url(path):
             return path
         inside = os.path.relpath(path, old_run_dir)  # begins with .. if the path does not point into the run directory

@@ -62,6 +62,7 @@ def _parse_header(header: bytes) -> dict[str, Any]:
 
 
 def _is_valid_entry(entry: Any) -> bool:
+    """Return whether an entry of a file's header has a dtype, a shape, and begin and end of its bytes."""
     if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
         return False
     return is_list(entry.get("shape"), is_count) and is_list(entry.get("data_offsets"), is_count, 2)

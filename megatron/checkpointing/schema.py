@@ -34,6 +34,7 @@ def is_count(value: Any) -> bool:
 
 
 def _require(is_valid: bool, where: str, expected: str, value: Any) -> None:
+    """Raise SchemaError, which names the place `where` and shows `value`, unless `is_valid`."""
     if not is_valid:
         raise SchemaError(f"{where} must be {expected}, not {format_value(value, 60)}")
 

@@ -91,6 +91,7 @@ def make_room(final: RemotePath) -> None:
 
 
 def _copy_as_old_save(checkpoint: RemotePath) -> RemotePath:
+    """Copy a checkpoint, so that a run can resume while it is replaced; return the copy."""
     copy = checkpoint.with_name(checkpoint.name + ".old.tmp")
     delete_checkpoint(copy)
     for path in sorted(checkpoint.glob("*"), key=lambda path: path.name == INDEX):  # the index is copied last

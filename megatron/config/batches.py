@@ -72,6 +72,7 @@ def parse_entries(text: str) -> list[Entry]:
 
 
 def _parse_count(match: "re.Match[str]") -> int:
+    """Return the whole number of a match of _NUMBER: 4.1M is 4,100,000. Raises ValueError if it is too large."""
     number = match["number"]
     if math.isinf(float(number)):  # such as 1e400, or an exponent that no memory could hold as an integer
         raise ValueError(f"{number} is too large")

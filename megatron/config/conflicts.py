@@ -119,6 +119,7 @@ def compile_conflicts(config: "Config", zero_stage: int | None = None) -> Iterat
 
 
 def _wsd_conflicts(config: "Config") -> Iterator[str]:
+    """Yield an error text if the decay of the schedule wsd has the wrong unit or does not fit into the run."""
     o = config.optim
     if o.lr_decay_style != "wsd":
         return
@@ -218,6 +219,7 @@ def _objective_option_conflicts(config: "Config") -> Iterator[str]:
 
 
 def _context_parallel_conflicts(config: "Config") -> Iterator[str]:
+    """Yield an error text if the sequence cannot be divided into equal slices for all ranks."""
     c = config.parallel.context_parallel_size
     t = config.parallel.model_parallel_size
     s = config.data.seq_length

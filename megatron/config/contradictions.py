@@ -22,6 +22,7 @@ def contradictions(config: "Config") -> Iterator[str]:
 
 
 def _tensor_parallel_problems(config: "Config") -> Iterator[str]:
+    """Yield an error text for each size that cannot be split over the model-parallel ranks."""
     m = config.model
     ranks = config.parallel.model_parallel_size
     heads = m.key_value_heads  # if there are fewer key/value heads than ranks, several ranks share one
@@ -70,6 +71,7 @@ def _other_family_problems(config: "Config") -> Iterator[str]:
 
 
 def _batch_schedule_problems(config: "Config") -> Iterator[str]:
+    """Yield an error text if the starts of --batch-size-schedule do not ascend, or cannot be known."""
     given = config.train.batch_size_schedule
     if given is None:
         return
@@ -137,6 +139,7 @@ def _empty_stage_problems(config: "Config") -> Iterator[str]:
 
 
 def _position_problems(config: "Config") -> Iterator[str]:
+    """Yield an error text for each length that exceeds the number of learned positions."""
     d = config.data
     positions = config.model.max_position_embeddings
     if positions is None:

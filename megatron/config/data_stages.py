@@ -111,6 +111,7 @@ def replace_prefixes(text: str, change: Callable[[str], str]) -> str:
 
 
 def _blend_as_json(blend: Blend) -> Any:
+    """Return a blend as `_parse_blend` reads it."""
     if blend[0][0] is None:  # either all corpora of a blend have weights, or none has
         return [prefix for _, prefix in blend]
     return {prefix: weight for weight, prefix in blend}
@@ -150,6 +151,7 @@ def _parse_short_stage(part: str, where: str) -> Stage:
 
 
 def _parse_json_stages(text: str, where: str) -> Iterator[Stage]:
+    """Yield the stages of JSON text; see the docstring of the module."""
     try:
         content = parse_json(text, where, list)
     except JsonError as error:
@@ -218,6 +220,7 @@ def _parse_finite_number(word: str) -> Fraction | None:
 
 
 def _parse_whole_number(number: str, factor: int, where: str) -> int:
+    """Return `number` times `factor`: 1500 for 1.5K. Raises ConfigError unless it is whole and fits int64."""
     value = _parse_finite_number(number.replace("_", ""))
     if value is None or (value * factor).denominator != 1:  # 1.5K is a whole number
         raise ConfigError(f"{where}: {brief(number)} is not a whole number, 0 or more")

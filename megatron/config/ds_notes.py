@@ -71,6 +71,7 @@ def _offloads_optimizer(keys: Keys) -> bool:
 
 
 def _ineffective_in_zero(keys: Keys, precision: str, zero: int) -> Notes:
+    """Yield each key of zero_optimization that has no effect, with the reason."""
     read_keys = _KEYS_BY_STAGE[zero]
     reason = f"the stage of ZeRO is {zero}"
     if precision == "bf16" and zero == 1 and not _offloads_optimizer(keys):
@@ -100,6 +101,7 @@ def _ineffective_in_fp16(keys: Keys, precision: str) -> Notes:
 
 
 def _ineffective_in_bf16(keys: Keys, precision: str, zero: int, offloads: bool) -> Notes:
+    """Yield each key of bf16 that has no effect, with the reason."""
     given = keys.keys() - {"enabled"}
     if precision != "bf16":
         for key in given:

@@ -71,6 +71,7 @@ def _help_with_default(setting: "Field[Any]", family: str | None) -> str:
 
 
 def _is_read(setting: "Field[Any]", family: str | None) -> bool:
+    """Return whether models of a family read a setting; None stands for all families."""
     families = setting.metadata["family"]
     return families is None or family is None or family in families
 

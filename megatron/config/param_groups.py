@@ -112,5 +112,6 @@ def describe_rules(path: str, rules: Collection[ParamRule], sizes: Mapping[str, 
 
 
 def _describe_count(names: Collection[str], sizes: Mapping[str, int]) -> str:
+    """Return the number of weights and of their parameters, in words."""
     millions = sum(sizes[name] for name in names) / 1e6
     return f"{len(names)} weight{'' if len(names) == 1 else 's'}, {millions:.2f} million parameters"

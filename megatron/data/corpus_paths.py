@@ -81,6 +81,7 @@ def _split_words(word: str) -> list[str]:
 
 
 def _is_number(word: str) -> bool:
+    """Return whether a word of --data-path is a weight, not the prefix of a corpus."""
     try:
         return float(word) == float(word)  # False for the word nan, which may name a corpus
     except ValueError:

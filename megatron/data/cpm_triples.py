@@ -66,6 +66,7 @@ class CPMTripleDataset(T5Samples):
             )
 
     def _document_part(self, name: str, document: int) -> Ids:
+        """Return the tokens of one document in one of the three pairs."""
         begin, end = self.starts[name][document : document + 2]
         return self.parts[name].tokens[begin:end].astype(np.int64)
 

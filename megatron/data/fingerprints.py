@@ -49,6 +49,7 @@ FORMER_FINGERPRINTS = (former_content_fingerprint, corpus_fingerprint)
 
 
 def _hash_ends(files: Sequence[Path]) -> str:
+    """Return a hash of the sizes, the beginnings and the ends of files, which is fast for files of any size."""
     digest = hashlib.sha256()
     for path in files:
         size = path.stat().st_size
@@ -60,6 +61,7 @@ def _hash_ends(files: Sequence[Path]) -> str:
 
 
 def _hash_content(files: Sequence[Path]) -> str:
+    """Return a hash of `_hash_ends` and of evenly spaced blocks of each file."""
     digest = hashlib.sha256(_hash_ends(files).encode())
     for path in files:
         last_start = max(path.stat().st_size - BLOCK_BYTES, 0)

@@ -98,6 +98,7 @@ def _find_file(candidates: list[Path], size: int) -> Path | None:
 
 
 def _create(candidates: list[Path], arrays: Arrays, size: int, fill: FillArrays) -> Path:
+    """Create the file at the first of the candidate paths whose disk has room for it; return this path."""
     for path in candidates:
         temporary = temporary_name(path)
         try:
@@ -133,6 +134,7 @@ def _reserve(path: Path, size: int) -> None:
 
 
 def _map_views(path: Path, arrays: Arrays, mode: Any) -> OrderArrays:
+    """Map a file of several arrays, one after the other, and return name -> array."""
     mapped = np.memmap(path, np.uint8, mode)
     views: OrderArrays = {}
     begin = 0

@@ -211,6 +211,7 @@ class RemoteTokens:
         return self._download_block(number) if block is None else block
 
     def _find_block(self, number: int) -> Array | None:
+        """Return a block that is in the cache or in memory, else None."""
         if not self._readable[number]:
             self._map_file(number // BLOCKS_PER_FILE)
         if self._readable[number]:
@@ -235,6 +236,7 @@ class RemoteTokens:
             self._readable[first_block : first_block + len(flags)] = flags
 
     def _download_block(self, number: int) -> Array:
+        """Download a block and store it in the cache, unless another process has just done so; return the block."""
         with contextlib.suppress(OSError):  # somebody may have deleted the cache while the run reads from it
             self._folder.mkdir(parents=True, exist_ok=True)
         with file_lock(self._folder / f"{number % BLOCK_LOCKS}.lock"):

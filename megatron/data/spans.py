@@ -33,6 +33,7 @@ class SpanPlan(NamedTuple):
 
 
 def _plan(tokens: int, density: float, mean_span: float, encoder_ends: bool) -> SpanPlan:
+    """Return a plan for windows of `tokens` tokens. density: share of tokens to mask, in spans of a mean length."""
     noise = min(max(round(tokens * density), 1), tokens - 1)
     spans = min(max(round(noise / mean_span), 1), noise, tokens - noise)
     # Convention t5: encoder input and labels end with an end token, and a start token shifts the decoder input.

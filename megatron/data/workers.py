@@ -68,6 +68,7 @@ def exit_with_parent(_: int) -> None:
 
 
 def _wait_for_parent() -> None:
+    """End this process as soon as its parent has ended, even if the parent was killed."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])

@@ -115,6 +115,7 @@ def _mixture(config: Config, ranks: int) -> list[Count]:
 
 
 def _transformer(config: Config, ranks: int, layer: Layer, cross: bool = False) -> Count:
+    """Return the parameters of a transformer layer. cross: True for a decoder layer with cross-attention."""
     m = config.model
     hidden = m.hidden_size
     query_size = m.num_attention_heads * m.head_size

@@ -83,6 +83,7 @@ class FileWatch:
                 raise DatasetError(f"{damage}; {file.advice}")
 
     def _advice(self, old: Identity, new: Identity) -> str:
+        """Return how a file has changed and what to do, in words."""
         time = datetime.fromtimestamp(new.modified / 1e9).isoformat(" ", "seconds")
         change = f"modified at {time}"
         if new.size != old.size:

@@ -168,6 +168,7 @@ def evaluate_on_tasks(run: Run, task_sets: Sequence[TaskSet]) -> None:
 
 
 def _print_and_log(run: Run, tasks: TaskSet, scorer: RankScorer) -> None:
+    """Evaluate on the tasks of one word of --eval-tasks, and print and log each row."""
     iteration = run.state.iteration
     try:
         if tasks.requests:

@@ -101,6 +101,7 @@ class LayerLog(Feature):
             module.observe_call = partial(self._record_logits, index)
 
     def _record_activations(self, layer: Layer, call: Callable[[Any], Any], inputs: Any) -> Any:
+        """Call a layer in place of the model, and add the squares of its output to the sums of the layer."""
         if not (layer.repeated and self._model.training):
             return call(inputs)
         ids = inputs[_index_of_ids(layer)]
@@ -120,6 +121,7 @@ class LayerLog(Feature):
         return outputs
 
     def _record_logits(self, index: int, call: AttentionArgs) -> None:
+        """Update the largest attention logit of a layer."""
         # Recomputed layers have already been recorded in the forward pass.
         if self._model.training and not mpu.get_rng().recomputing:
             self._logits[index] = torch.maximum(self._logits[index], largest_logit(call, self._text_mask).double())

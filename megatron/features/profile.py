@@ -84,6 +84,7 @@ class Profile:
 
     @staticmethod
     def _mark_clock() -> None:
+        """Record events whose names have the time of the tracer's clock, to relate it to the profiler's clock."""
         for _ in range(CLOCK_EVENTS):
             # An empty event, whose name has the time on the clock of the tracer.
             with record_function(f"{CLOCK_PREFIX}{time.perf_counter_ns()}"):

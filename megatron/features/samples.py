@@ -92,6 +92,7 @@ class Samples(Feature):
             self._write()
 
     def _write(self) -> None:
+        """Continue the prompts, and print and log the texts."""
         from ..ranks.rank_0 import print_rank_0
         from .continuations import continue_prompts
 

@@ -136,6 +136,7 @@ def bytes_of_targets(sample: Mapping[str, Any], tokenizer: Tokenizer, eod_mask_l
 
 
 def _text_bytes(ids: list[int], tokenizer: Tokenizer) -> int:
+    """Return the bytes of UTF-8 of the text of `ids`, without special tokens."""
     special = {*tokenizer.specials.values(), *getattr(tokenizer, "sentinels", ())}
     plain = [i for i in ids if i not in special]
     text = tokenizer.decode(plain)

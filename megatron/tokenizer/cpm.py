@@ -64,6 +64,7 @@ class _CpmBase(Tokenizer):
         return b"".join(token_bytes[i] for i in ids if i != eod and i < size).decode("utf-8", errors="replace")
 
     def _encode_ids(self, text: str) -> IdArray:
+        """Return the ids of a text; characters that mean something else in the vocabulary are encoded as bytes."""
         if not self._byte_ids or not _RESERVED_CHARS.search(text):
             return self._encode_plain(text)
         ids = []
@@ -177,6 +178,7 @@ class CpmVocabTokenizer(_CpmBase):
         return tuple(ids)
 
     def _spell(self, char: str) -> list[int]:
+        """Return the ids of a character without a token: those of its bytes, else of <unk>."""
         if self._byte_ids:
             return [self._byte_ids[b] for b in char.encode()]
         if self._unknown is None:

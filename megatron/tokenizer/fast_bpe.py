@@ -119,6 +119,7 @@ def slow_reason(tokenizer: Any) -> str:
 
 
 def _is_byte_bpe(description: Mapping[str, Any]) -> bool:
+    """Return whether a tokenizer.json is a byte-level BPE, such as that of GPT-2."""
     pre_tokenizer = description["pre_tokenizer"] or {}
     last = pre_tokenizer.get("pretokenizers", [pre_tokenizer])[-1]
     return bool(description["model"]["type"] == "BPE" and last.get("type") == "ByteLevel")

@@ -88,6 +88,10 @@ class HFTokenizer(Tokenizer):
         self.fingerprint = fingerprint(self.name, content)
 
     def _configure(self, tokenizer: Any, path: str, end_names: Sequence[str | None]) -> None:
+        """Set all attributes that follow from the tokenizer and the files beside it.
+
+        end_names: names of the end-of-document token, of which the first that the vocabulary has counts.
+        """
         tokenizer.no_padding()
         tokenizer.no_truncation()
         tokenizer.encode_special_tokens = True
@@ -117,6 +121,7 @@ class HFTokenizer(Tokenizer):
         self._batch_encoder = BatchEncoder(tokenizer, self._encode_batch, self._text_encoder.split_pattern)
 
     def _find_contradiction(self, path: Path) -> str:
+        """Return how tokenizer_config.json contradicts the tokenizer, in words; "" if it does not."""
         settings = read_tokenizer_config(path)
         adds_space = settings.get("add_prefix_space")
         # Other classes of transformers do not apply add_prefix_space to such a file.
@@ -155,6 +160,7 @@ class HFTokenizer(Tokenizer):
             return self._get_content_encoder().spans(text, inside, after_text)
 
     def _get_content_encoder(self) -> "_PlainTextEncoder":
+        """Return the encoder for `encode_content`, to which the names of all marks are plain text."""
         if self._content_encoder is None:
             self._content_encoder = _PlainTextEncoder(_with_special_tokens(self._tokenizer, self._marks), self._marks)
         return self._content_encoder

@@ -95,6 +95,7 @@ def check_same_ids(found: Tokenizer, expected: Tokenizer, problem: str) -> None:
 
 
 def _detect_kind(path: Path) -> str:
+    """Return the type of a tokenizer by its file name and, if that leaves a doubt, by its content."""
     if path.suffix == ".txt":
         return "cpm-vocab"
     if path.suffix != ".json":

@@ -57,6 +57,7 @@ def segmenter(kind: str = "jieba") -> Cut:
 
 @cache
 def _load_cut(kind: str) -> Cut:
+    """Return the function that cuts a text into words joined by SEPARATOR."""
     jieba = _load_jieba()
     if kind == "rjieba":
         return _RjiebaSegmenter(jieba).cut

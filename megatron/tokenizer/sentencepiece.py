@@ -108,6 +108,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.contradiction = find_contradiction(self, path, self._find_id)
 
     def _find_specials(self) -> dict[str, int]:
+        """Return name -> id of control tokens, <unk> and the sentinels of mT5."""
         specials = {}
         for i in range(self.vocab_size):
             if self._sp.is_control(i) or self._sp.is_unknown(i):
@@ -207,6 +208,7 @@ class SentencePieceTokenizer(Tokenizer):
         return open_model(self._file, NO_PREFIX)
 
     def _find_id(self, name: str) -> int | None:
+        """Return the id of a token, or None if there is none: the model then gives the id of <unk>."""
         id_: int = self._sp.piece_to_id(name)
         return id_ if self._sp.id_to_piece(id_) == name else None
 
@@ -267,6 +269,7 @@ class SentencePieceTokenizer(Tokenizer):
         return {piece: i for piece, i in self._user_defined().items() if MARK not in piece}
 
     def _encode_as_llama(self, text: str) -> IdArray:
+        """Return the ids that a LlamaTokenizer of transformers gives: symbols split the text, and a space begins it."""
         symbols = self._splitting_symbols
         parts = filter(None, any_name_pattern(symbols).split(text))
         legacy = self.settings.get("legacy")
@@ -281,6 +284,7 @@ class SentencePieceTokenizer(Tokenizer):
         return np.concatenate(part_ids)
 
     def _encode_marked(self, text: str) -> IdArray:
+        """Return the ids of a text with U+2581, which is encoded as `_mark_ids`."""
         part_ids = []
         for part in re.split(f"({MARK})", text):  # with a group, split() also returns the marks
             if part == MARK:

@@ -57,6 +57,7 @@ def _evaluate_dataset(run: Run, dataset: Any) -> defaultdict[str, float]:
 
 
 def _evaluation_row(sums: Mapping[str, float], split: str, iteration: int) -> dict[str, Any]:
+    """Return the row of metrics.jsonl for the sums of an evaluation."""
     loss = sums["loss"] / sums["targets"]
     row = {"split": split, "iteration": iteration, "lm_loss": loss, "ppl": perplexity(loss)}
     if tokens := sums.get("text_tokens"):

@@ -126,6 +126,7 @@ def _check_state(name: str, state: Any) -> None:
 
 
 def _merge_entries(into: Entries, entries: Mapping[str, Any]) -> None:
+    """Add `entries` to `into`, and the entries of a dict that both have to that dict."""
     for name, value in entries.items():
         if isinstance(value, Mapping) and name in into:  # e.g. the layers of two features
             _merge_entries(into[name], value)

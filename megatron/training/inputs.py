@@ -68,6 +68,7 @@ def reads_corpora(task: Task) -> bool:
 
 
 def _load_problems(load: str, config: Config) -> Iterator[str]:
+    """Yield a message if --load names no folder, unless the run does not need it."""
     run_dir = config.log.run_dir
     # Scripts for Megatron-LM pass the same folder to --save and --load. At the first start, this folder does not exist.
     own_folders = [to_path(run_dir).resolve(), save_dir_of(config, Path(run_dir)).resolve()] if run_dir else []

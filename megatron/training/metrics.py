@@ -158,6 +158,7 @@ class MetricsWriter:
             tqdm.write(f"note: {writer.name} failed at iteration {unsent[0][1]}, so it gets no more metrics: {error}")
 
     def _append_lines(self, path: Path) -> None:
+        """Write all lines that could not be written yet; keep them for the next call if the file cannot be written."""
         if self.is_paused:
             return
         has_kept_lines = len(self._unwritten) > 1  # the last line is new; others were kept when a write failed
