@@ -34,36 +34,45 @@ def lock(config: Config, run_dir: Path) -> list[RunLock]:
 
     The checkpoint folder has its own lock because the --save of another run may name it.
     """
-    override = config.log.override_lock
-    locks = list[RunLock]()
+    locks = [RunLock(run_dir, config.log.override_lock)]
     try:
-        locks.append(RunLock(run_dir, override))
-        save_dir = save_dir_of(config, run_dir)
-        if isinstance(save_dir, RemotePath):  # object storage has no locks
-            return locks
-        if save_dir.exists() and not save_dir.is_dir():
-            raise ValueError(
-                f"{save_dir} is not a folder, so it cannot hold checkpoints: move it away, or pass another --save"
-            )
-        if save_dir.resolve() == run_dir.resolve():
-            return locks  # already locked
-        is_in_run_dir = run_dir.resolve() in save_dir.resolve().parents
-        try:
-            locks.append(RunLock(save_dir, override, CHECKPOINTS))
-        except RunLockedError:  # a ValueError, too: another run uses the folder
-            raise
-        except ValueError:
-            # A checkpoint folder inside the run directory needs no lock of its own. If it is not writable, the first
-            # save reports this.
-            if not is_in_run_dir:
-                raise
-        else:
-            if is_in_run_dir and locks[0].notes:
-                locks[1].notes.clear()  # both locks have a note about the same crash of an earlier run
+        checkpoints_lock = _lock_checkpoints(config, run_dir)
     except ValueError:
         release(locks)
         raise
+    if checkpoints_lock is None:
+        return locks
+    locks.append(checkpoints_lock)
+    if _is_inside(save_dir_of(config, run_dir), run_dir) and locks[0].notes:
+        checkpoints_lock.notes.clear()  # both locks have a note about the same crash of an earlier run
     return locks
+
+
+def _lock_checkpoints(config: Config, run_dir: Path) -> RunLock | None:
+    """Lock the checkpoint folder; return None if it has no lock of its own. Raises ValueError as `lock` does."""
+    save_dir = save_dir_of(config, run_dir)
+    if isinstance(save_dir, RemotePath):  # object storage has no locks
+        return None
+    if save_dir.exists() and not save_dir.is_dir():
+        raise ValueError(
+            f"{save_dir} is not a folder, so it cannot hold checkpoints: move it away, or pass another --save"
+        )
+    if save_dir.resolve() == run_dir.resolve():  # already locked
+        return None
+    try:
+        return RunLock(save_dir, config.log.override_lock, CHECKPOINTS)
+    except RunLockedError:  # a ValueError, too: another run uses the folder
+        raise
+    except ValueError:
+        # The lock of the run directory protects a folder inside it, too. If it is not writable, the first save reports
+        # this.
+        if not _is_inside(save_dir, run_dir):
+            raise
+        return None
+
+
+def _is_inside(folder: Path, run_dir: Path) -> bool:
+    return run_dir.resolve() in folder.resolve().parents
 
 
 def release(locks: Sequence[RunLock]) -> None:
@@ -127,7 +136,7 @@ def write_first_files(config: Config, run_dir: Path, iteration: int) -> list[str
         save_dir = save_dir_of(config, run_dir)
         if isinstance(save_dir, RemotePath):
             _upload_tokenizer(run_dir / TOKENIZER, save_dir / TOKENIZER, vocab_file)
-        elif run_dir.resolve() not in save_dir.resolve().parents:
+        elif not _is_inside(save_dir, run_dir):
             copy_tokenizer(vocab_file, save_dir)
         metrics = run_dir / METRICS
         if iteration == 0 and metrics.is_file() and metrics.stat().st_size:
