@@ -75,6 +75,7 @@ def state_bytes(count: Count, config: Config, resolved: Resolved, replicas: int)
 
 
 def _state_bytes_of(count: Count, replicas: int, config: Config, resolved: Resolved) -> tuple[float, float, float]:
+    """Return what `state_bytes` returns, for parameters that all have the same number of replicas."""
     weight_width = DTYPE_BYTES[resolved.precision]
     fp32_width = max(weight_width, 4)
     zero = resolved.zero_stage
@@ -104,6 +105,7 @@ def _grad_width(resolved: Resolved) -> int:
 def _communication(
     stage: Stage, config: Config, resolved: Resolved, replicas: int, shapes: Shapes, num_in_flight: int
 ) -> float:
+    """Return the bytes of buckets of gradients, of weights gathered by ZeRO 3, and of messages between stages."""
     total = _all_bucket_bytes(config, resolved, shapes)
     if resolved.zero_stage == 3 and replicas > 1:
         total += shapes.width * min(stage.count.held, DEEPSPEED_LIVE)  # gathered weights
@@ -395,6 +397,3 @@ def rank_memory(
     p = config.parallel
     replicas = p.data_parallel_size(world) * p.context_parallel_size
     return [stage_memory(stage, config, resolved, replicas, accelerated) for stage in stages]
-
-
-__all__ = ["Memory", "in_flight", "rank_memory", "stage_memory", "state_bytes"]

@@ -18,8 +18,8 @@ from megatron.config.command_line import parse, with_values
 from megatron.config.ds_config import resolve
 from megatron.config.families import parse_any_family
 from megatron.config.fields import ConfigError
-from megatron.estimate.per_rank import _StepMemory, in_flight, rank_memory, state_bytes
-from megatron.estimate.sizes import Shapes, StageSchedule, count_layers, layers_of, parameters, stages_of
+from megatron.estimate.per_rank import _StepMemory, rank_memory, state_bytes
+from megatron.estimate.sizes import Shapes, StageSchedule, count_layers, in_flight, layers_of, parameters, stages_of
 from megatron.model import GPT2Model, T5Model
 from megatron.model.cuts import partition_method
 from megatron.model.parameter_counts import count_parameters

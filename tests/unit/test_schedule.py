@@ -7,8 +7,7 @@ import pytest
 from megatron.config import ParallelConfig
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
-from megatron.estimate.per_rank import in_flight
-from megatron.estimate.sizes import StageSchedule
+from megatron.estimate.sizes import StageSchedule, in_flight
 from tds.other_schedules import gpipe, zero_bubble
 from tds.schedule import (
     BUILT_IN,
