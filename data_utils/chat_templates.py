@@ -188,8 +188,8 @@ class JinjaTemplate:
         if not self.has_blocks:
             return self.turns(messages)
         self._refuse_names(messages)
-        whole = self.render(messages, add_generation_prompt=False)
-        return self._marked(messages, whole, self._blocks.ranges_in(whole))
+        rendered = self.render(messages, add_generation_prompt=False)
+        return self._marked(messages, rendered, self._blocks.ranges_in(rendered))
 
     def turns(self, messages: Messages) -> Pieces:
         """Return the rendered conversation in pieces of which those of the assistant count, whatever blocks mark.
@@ -197,7 +197,7 @@ class JinjaTemplate:
         Raises ValueError if a turn changes the text of earlier turns.
         """
         self._refuse_names(messages)
-        whole = self.render(messages, add_generation_prompt=False)
+        rendered = self.render(messages, add_generation_prompt=False)
         start = 0
         pieces: list[Piece] = []
         for number, message in enumerate(messages):
@@ -210,7 +210,7 @@ class JinjaTemplate:
                 marked = self.render([message._replace(content=PLACEHOLDER)], add_generation_prompt=False)
                 before = marked.partition(PLACEHOLDER)[0]
             after = self.render(messages[: number + 1], add_generation_prompt=False)
-            extends_earlier_text = after.startswith(before) and whole.startswith(after) and len(before) >= start
+            extends_earlier_text = after.startswith(before) and rendered.startswith(after) and len(before) >= start
             if not extends_earlier_text:
                 raise ValueError("the chat template does not allow training: a turn changes the text of earlier turns")
             answer = after[len(before) :]
@@ -219,16 +219,16 @@ class JinjaTemplate:
             stripped = answer.rstrip()
             if len(stripped) > len(message.content.rstrip()):
                 answer = stripped
-            pieces.append(Piece(whole[start : len(before)]))
+            pieces.append(Piece(rendered[start : len(before)]))
             pieces.append(Piece(answer, in_loss=True))
             start = len(before) + len(answer)
-        pieces.append(Piece(whole[start:]))
+        pieces.append(Piece(rendered[start:]))
         return tuple(piece for piece in pieces if piece.text)
 
-    def _marked(self, messages: Messages, whole: str, blocks: Sequence[tuple[int, int]]) -> Pieces:
-        """Return the rendered conversation `whole` in pieces that begin and end with its blocks."""
-        prompts = self._prompt_lengths(messages, whole)
-        edges = {0, len(whole)}
+    def _marked(self, messages: Messages, rendered: str, blocks: Sequence[tuple[int, int]]) -> Pieces:
+        """Return a rendered conversation in pieces that begin and end with its blocks."""
+        prompts = self._prompt_lengths(messages, rendered)
+        edges = {0, len(rendered)}
         in_blocks: set[int] = set()  # characters that the blocks mark
         for begin, end in blocks:
             edges |= {begin, end}
@@ -238,11 +238,11 @@ class JinjaTemplate:
         pieces = []
         for begin, end in itertools.pairwise(sorted(edges)):
             # Generation begins where a prompt ends, so no token may lie across the end of a prompt.
-            pieces.append(Piece(whole[begin:end], begin in in_blocks, joins_previous=begin not in prompts))
+            pieces.append(Piece(rendered[begin:end], begin in in_blocks, joins_previous=begin not in prompts))
         return tuple(pieces)
 
-    def _prompt_lengths(self, messages: Messages, whole: str) -> set[int]:
-        """Return the lengths of all prompts with which the rendered conversation `whole` begins."""
+    def _prompt_lengths(self, messages: Messages, rendered: str) -> set[int]:
+        """Return the lengths of all prompts with which a rendered conversation begins."""
         lengths = set()
         for number, message in enumerate(messages):
             if message.role != "assistant":
@@ -253,7 +253,7 @@ class JinjaTemplate:
                 raise
             except ValueError:  # the template renders only whole conversations
                 continue
-            if whole.startswith(prompt):
+            if rendered.startswith(prompt):
                 lengths.add(len(prompt))
         return lengths
 

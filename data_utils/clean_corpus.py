@@ -65,6 +65,7 @@ class _Worker:
 
 
 def _start_worker(args: argparse.Namespace) -> None:
+    """Set the settings in a worker process, from which `clean_chunk` reads them."""
     limits = {field.name: getattr(args, field.name) for field in fields(Limits)}
     rules = {*DEFAULT_RULES, *args.on} - set(args.off)
     _Worker.args = args
@@ -148,11 +149,11 @@ class Report:
         yield f"{'kept':<24}{self.kept:>12,} documents {self.kept_chars:>15,} characters ({share:.1%})"
 
 
-def _duplicate_reason(prints: Fingerprints, exact: ExactDuplicates | None, near: NearDuplicates | None) -> str:
+def _duplicate_reason(fingerprints: Fingerprints, exact: ExactDuplicates | None, near: NearDuplicates | None) -> str:
     """Return why a document is dropped as a duplicate of an earlier one, or "" for a new one, which is then stored."""
-    if exact and exact.check_and_add(prints.exact):
+    if exact and exact.check_and_add(fingerprints.exact):
         return "exact duplicate"
-    if near and near.check_and_add(prints.near):
+    if near and near.check_and_add(fingerprints.near):
         return "near duplicate"
     return ""
 
@@ -169,11 +170,11 @@ def kept_lines(args: argparse.Namespace, report: Report) -> Iterator[bytes]:
                 if args.on_error == "stop":
                     raise unreadable_error(bad)
                 report.record_dropped("unreadable", str(bad))
-            for original, outcome, prints, copies in cleaned.documents:
+            for original, outcome, fingerprints, copies in cleaned.documents:
                 reason = outcome.reason
                 if outcome.text is not None:
                     # The copies that FILE@2 asks for are no duplicates of each other.
-                    reason = _duplicate_reason(prints, exact, near)
+                    reason = _duplicate_reason(fingerprints, exact, near)
                 for _ in range(copies):
                     report.count_read(original)
                     if outcome.changed:

@@ -56,7 +56,7 @@ class RetryingSaver:
             self.failures = 0
 
     def _tolerate_failure(self, error: SaveError, must_succeed: bool) -> None:
-        """Count a failed save and print a note, or raise its error: if it must succeed, or if too many failed in a row."""
+        """Count a failed save and print a note; raise its error if it must succeed or too many failed in a row."""
         self.failures += 1
         if must_succeed or self.failures > self.limit:
             raise error

@@ -180,7 +180,7 @@ class T5Dataset(T5Samples):
         return self.pad_sample(encoder, encoder_documents, closed_targets[:-1], closed_targets[1:], decoder_documents)
 
     def _t5_sample(self, encoder: Ids, encoder_documents: Ids, targets: Ids, decoder_documents: Ids) -> Sample:
-        """Return a sample as T5 has it: both texts end with an end token, and a start token shifts the decoder input."""
+        """Return a sample as T5 has it: both texts get an end token, and a start token shifts the decoder input."""
         eod = self.specials.eod
         decoder = np.concatenate([[self.specials.pad], targets])  # T5 uses the padding token as start token
         # The end token belongs to the last document.

@@ -66,13 +66,13 @@ def gather_findings(model: nn.Module, recompute: Callable[[], object]) -> list[F
     """
     named = list(global_parameters(model))  # pairs (name, parameter)
     weights = [name for name, p in named if not _is_finite(local_shard(p))]
-    nonfinite: set[str] = set()
+    nonfinite: set[str] = set()  # names of parameters
 
-    def check(name: str, gradient: Tensor) -> None:
+    def record_nonfinite(name: str, gradient: Tensor) -> None:
         if not _is_finite(gradient):
             nonfinite.add(name)
 
-    hooks = [p.register_hook(partial(check, name)) for name, p in named if p.requires_grad]  # type: ignore[no-untyped-call]
+    hooks = [p.register_hook(partial(record_nonfinite, name)) for name, p in named if p.requires_grad]  # type: ignore[no-untyped-call]
     recompute()
     for hook in hooks:
         hook.remove()
