@@ -33,8 +33,11 @@ class ParamRule(NamedTuple):
         return other._replace(**{name: value for name, value in self._asdict().items() if value is not None})
 
     def __str__(self) -> str:
-        given = {name: value for name, value in self._asdict().items() if value is not None and name != "pattern"}
-        return ", ".join(f"{name} {json.dumps(value)}" for name, value in given.items())
+        settings = []
+        for name, value in self._asdict().items():
+            if value is not None and name != "pattern":
+                settings.append(f"{name} {json.dumps(value)}")
+        return ", ".join(settings)
 
 
 def read_param_rules(path: str) -> tuple[ParamRule, ...]:

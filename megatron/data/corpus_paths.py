@@ -190,8 +190,12 @@ def prefixes_of(paths: Paths) -> list[str]:
 def corpus_names(paths: Paths) -> list[str]:
     """Return a short name of each corpus of `prefixes_of`, or its prefix if two corpora would have the same name."""
     prefixes = prefixes_of(paths)
-    short = [re.sub(r"_text_document(_train|_valid|_test)?$", "", Path(prefix).name) for prefix in prefixes]
-    return [name if short.count(name) == 1 else prefix for name, prefix in zip(short, prefixes, strict=True)]
+    short_names = [re.sub(r"_text_document(_train|_valid|_test)?$", "", Path(prefix).name) for prefix in prefixes]
+    names = []
+    for short, prefix in zip(short_names, prefixes, strict=True):
+        is_unique = short_names.count(short) == 1
+        names.append(short if is_unique else prefix)
+    return names
 
 
 def is_triple(prefix: str) -> bool:

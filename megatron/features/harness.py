@@ -4,6 +4,7 @@ Texts are encoded and cut by the rules of lm-eval's `hf` model, so its numbers c
 programs. The rules differ from those of `scoring.py`, which tools/evaluate.py uses for --input and --cloze.
 """
 
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -101,9 +102,11 @@ class LogLikelihoods:
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
         """Return the log-probability of each whole text; see `rolling_requests`."""
         windows_of_texts = [rolling_requests(self.tokenizer, request.args[0], self.max_length) for request in requests]
-        scores = iter(self.score([window for windows in windows_of_texts for window in windows]))
-        # `scores` runs over the windows of all texts in order, so each text takes as many scores as it has windows.
-        return [sum(next(scores).log_probability for _ in windows) for windows in windows_of_texts]
+        scores = iter(self.score(list(itertools.chain(*windows_of_texts))))
+        log_probabilities = []
+        for windows in windows_of_texts:  # each text takes as many scores as it has windows
+            log_probabilities.append(sum(next(scores).log_probability for _ in windows))
+        return log_probabilities
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """Return greedy continuations. Raises ValueError if this interface only scores text."""

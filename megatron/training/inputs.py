@@ -71,7 +71,9 @@ def _load_problems(load: str, config: Config) -> Iterator[str]:
     """Yield a message if --load names no folder, unless the run does not need it."""
     run_dir = config.log.run_dir
     # Scripts for Megatron-LM pass the same folder to --save and --load. At the first start, this folder does not exist.
-    own_folders = [to_path(run_dir).resolve(), save_dir_of(config, Path(run_dir)).resolve()] if run_dir else []
+    own_folders = []
+    if run_dir:
+        own_folders = [to_path(run_dir).resolve(), save_dir_of(config, Path(run_dir)).resolve()]
     if config.checkpoint.save:
         own_folders.append(to_path(config.checkpoint.save).resolve())
     try:
@@ -221,12 +223,13 @@ def check_stages(dataset: Any, config: Config, start: "Start") -> None:
     iteration, consumed = resumed_position(start)
     with raise_on_all_ranks():
         ranks = dist.get_world_size()
+        # With --train-samples, the number of iterations follows from the batch sizes that lie ahead.
         train = config.with_batches(ranks, iteration, consumed).train
-        remaining = max(train.train_iters - iteration, 0)
-        total = config.batches(ranks).advance(consumed, remaining)
-        if begins[-1] >= total:
+        remaining_iterations = max(train.train_iters - iteration, 0)
+        total = config.batches(ranks).advance(consumed, remaining_iterations)
+        late_begin = next((begin for begin in begins if begin >= total), None)
+        if late_begin is not None:
             length = "--train-samples" if train.train_samples else "--train-iters"
-            late_begin = next(begin for begin in begins if begin >= total)
             raise ValueError(
                 f"--data-stages: the stage at sample {late_begin} begins after the last of the {total} samples of "
                 f"{length} {train.train_samples or train.train_iters}; raise {length} or leave the stage out"
