@@ -242,6 +242,10 @@ def is_compressed(path: str) -> bool:
 @lru_cache
 def format_suffix(path: str) -> str | None:
     """Return the suffix that determines a file's format, e.g. `.jsonl` for x.jsonl.gz or X.JSONL, or None."""
-    stem = os.path.splitext(path)[0].lower() if is_compressed(path) else path.lower()
-    suffix = next((each for each in SUFFIXES if stem.endswith(each)), None)
-    return None if suffix == ".parquet" and is_compressed(path) else suffix  # parquet has its own compression
+    name = path.lower()
+    if is_compressed(path):
+        name = os.path.splitext(name)[0]
+    suffix = next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
+    if suffix == ".parquet" and is_compressed(path):  # Parquet files are compressed inside
+        return None
+    return suffix

@@ -119,9 +119,12 @@ def url_characters(text: str) -> int:
     """Return the number of characters in lines that consist mostly of URLs."""
     if "://" not in text and "www." not in text:
         return 0
-    # For each line, its characters and those in URLs.
-    lines = ((len(line), sum(len(match[0]) for match in _URL.finditer(line))) for line in text.split("\n"))
-    return sum(size for size, of_urls in lines if of_urls > 0.8 * size)
+    total = 0
+    for line in text.split("\n"):
+        in_urls = sum(len(match[0]) for match in _URL.finditer(line))
+        if in_urls > 0.8 * len(line):
+            total += len(line)
+    return total
 
 
 def collapse_phrases(line: str) -> str:

@@ -167,10 +167,14 @@ def _rows_of(batch: Any) -> list[dict[str, Any] | UnicodeDecodeError]:
 
 def _is_readable(types: Any, column: Any) -> bool:
     """Return True for an Arrow type that contains text and, besides text, only numbers, booleans and nulls."""
-    leaves = list(_leaf_types(types, column))
-    texts = [leaf for leaf in leaves if _is_text(types, leaf)]
-    is_plain = (types.is_boolean, types.is_integer, types.is_floating, types.is_null)
-    return bool(texts) and all(leaf in texts or any(is_type(leaf) for is_type in is_plain) for leaf in leaves)
+    plain_checks = (types.is_boolean, types.is_integer, types.is_floating, types.is_null)
+    has_text = False
+    for leaf in _leaf_types(types, column):
+        if _is_text(types, leaf):
+            has_text = True
+        elif not any(is_type(leaf) for is_type in plain_checks):
+            return False
+    return has_text
 
 
 def _leaf_types(types: Any, column: Any) -> Iterator[Any]:

@@ -6,6 +6,7 @@ import gzip
 import io
 import lzma
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, NamedTuple
@@ -270,12 +271,17 @@ def _likely_encoding(raw: bytes) -> str:
     return ""
 
 
+# Ideographs, the wide space and the punctuation marks U+3001 and U+3002, and full-width forms such as a wide comma.
+_CHINESE = re.compile("[\u4e00-\u9fa5\u3000-\u3002\uff01-\uff5f]")
+_PRINTABLE_ASCII = re.compile(r"[ -~\t\r\n]")
+
+
 def _is_chinese(raw: bytes, encoding: str) -> bool:
     """Return True if over nine of ten characters are typical of Chinese text and at least one is Chinese."""
     text = raw.decode(encoding, "replace")
-    han = sum("\u4e00" <= c <= "\u9fa5" or "\u3000" <= c <= "\u3002" or "\uff00" < c < "\uff60" for c in text)
-    ascii_ = sum(" " <= c < "\x7f" or c in "\t\r\n" for c in text)
-    return han > 0 and (han + ascii_) * 10 > 9 * len(text)
+    num_chinese = len(_CHINESE.findall(text))
+    num_ascii = len(_PRINTABLE_ASCII.findall(text))
+    return num_chinese > 0 and (num_chinese + num_ascii) * 10 > 9 * len(text)
 
 
 class _PieceReader(_ByteSource):
