@@ -73,7 +73,8 @@ def _plan_window(tokens: int, max_ends: int, density: float, mean_span: float) -
     max_spans = max_ends + -(-max_ends // 8)
     noise = max(round(tokens * density), 1)
     # A span has at least one masked token, and an unmasked one before it.
-    spans = min(max(round(noise / mean_span), 1), noise, max(tokens - noise, 1))
+    unmasked = max(tokens - noise, 1)
+    spans = min(max(round(noise / mean_span), 1), noise, unmasked)
     max_spans = min(max(max_spans, spans), tokens)
     masked = max(noise, max_spans)
     # Encoder and decoder have a sentinel for each span, besides the unmasked and the masked tokens.

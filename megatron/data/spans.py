@@ -35,11 +35,14 @@ class SpanPlan(NamedTuple):
 def _plan(tokens: int, density: float, mean_span: float, encoder_ends: bool) -> SpanPlan:
     """Return a plan for windows of `tokens` tokens. density: share of tokens to mask, in spans of a mean length."""
     noise = min(max(round(tokens * density), 1), tokens - 1)
+    # Each span has at least one masked token, and an unmasked one beside it.
     spans = min(max(round(noise / mean_span), 1), noise, tokens - noise)
     # Convention t5: encoder input and labels end with an end token, and a start token shifts the decoder input.
     # Convention cpm: a closing sentinel ends the labels, and the decoder input starts with the first sentinel.
     # So both have one token more in convention t5 (encoder_ends is True and counts as 1).
-    return SpanPlan(tokens, noise, spans, tokens - noise + spans + encoder_ends, noise + spans + encoder_ends)
+    encoder_length = tokens - noise + spans + encoder_ends
+    decoder_length = noise + spans + encoder_ends
+    return SpanPlan(tokens, noise, spans, encoder_length, decoder_length)
 
 
 def plan_spans(

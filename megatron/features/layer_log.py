@@ -50,7 +50,9 @@ class LayerLog(Feature):
         stage_layers: list[str] = []
         if hasattr(model, "named_layers"):
             stage_layers = [name for name, _ in model.named_layers()]
-        layer_of = {name: _layer_of(name, stage_layers) for name, _ in parameters}
+        layer_of = {}
+        for name, _ in parameters:
+            layer_of[name] = _layer_of(name, stage_layers)
         # Each rank knows only the layers of its stage, so the sets of all ranks are joined.
         all_layers: set[str] = set().union(*gather_objects(set(layer_of.values())))
         ordered = [name for name in getattr(model, "layer_names", []) if name in all_layers]

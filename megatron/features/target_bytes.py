@@ -138,8 +138,7 @@ def bytes_of_targets(sample: Mapping[str, Any], tokenizer: Tokenizer, eod_mask_l
 def _text_bytes(ids: list[int], tokenizer: Tokenizer) -> int:
     """Return the bytes of UTF-8 of the text of `ids`, without special tokens."""
     special = {*tokenizer.specials.values(), *getattr(tokenizer, "sentinels", ())}
-    plain = [i for i in ids if i not in special]
-    text = tokenizer.decode(plain)
+    text = tokenizer.decode([i for i in ids if i not in special])
     # A character of several tokens may lie partly outside the targets, as at the ends of a T5's spans. Each U+FFFD in
     # its place has 3 bytes, but stands for 1 byte. Byte-level decoders also write one for the first 2 bytes of 3.
     return len(text.encode()) - 2 * text.count("\ufffd")
