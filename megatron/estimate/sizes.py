@@ -60,7 +60,6 @@ class Count:
 
 
 def _sum_counts(counts: Sequence[Count]) -> Count:
-    """Return the sum of each field, except `largest`, of which the maximum is meant."""
     names = "whole", "held", "hidden", "experts", "expert_matrices"
     sums = {name: sum(getattr(count, name) for count in counts) for name in names}
     return Count(**sums, largest=max((count.largest for count in counts), default=0))
@@ -105,8 +104,7 @@ def _mixture(config: Config, ranks: int) -> list[Count]:
     matrices_on_rank = expert.hidden * experts_on_rank
     whole = expert.whole * num_experts
     # All these parameters belong to experts, so the fields of experts repeat `held` and `hidden`.
-    experts = Count(whole, on_rank, expert.largest, matrices_on_rank, experts=on_rank, expert_matrices=matrices_on_rank)
-    counts = [experts]
+    counts = [Count(whole, on_rank, expert.largest, matrices_on_rank, on_rank, matrices_on_rank)]
     if m.num_shared_experts:
         counts += _mlp(m, ranks, m.num_shared_experts * m.expert_ff_size)
     router = _replicated(num_experts * m.hidden_size)
