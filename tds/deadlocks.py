@@ -103,7 +103,8 @@ class Graph:
         while event not in path:
             path.append(event)
             event = next(each for each in self.waits_for[event] if num_awaited[each])
-        names = list(dict.fromkeys(self.names[each] for each in path[path.index(event) :]))
+        cycle = path[path.index(event) :]
+        names = list(dict.fromkeys(self.names[each] for each in cycle))  # start and end of an operation have one name
         if len(names) > 8:
             names[7:] = ["..."]
         return "messages would deadlock: " + ", which waits for ".join(names)
@@ -119,10 +120,9 @@ class StageGraph:
         self.stages = stages
         self._post_after = post_after
         self._passes = 0
-        # `ends`: start event and end event of a message. `headers`: event of a header.
-        self.ends: dict[LinkEnd, tuple[int, int]] = {}
-        self.headers: dict[LinkEnd, int] = {}
         # Each int below is the number of an event in the graph.
+        self.message_events: dict[LinkEnd, tuple[int, int]] = {}  # start and end of each message
+        self.header_events: dict[LinkEnd, int] = {}
         self._last_in_queue: dict[Hashable, int] = {}  # for each queue, the event at which its last message ends
         self._computation: int | None = None  # the event that the next computation must wait for
         self._host: int | None = None  # last event that the host has waited for
@@ -202,16 +202,20 @@ class StageGraph:
     def _add_header(self, kind: Kind, micro_chunk: MicroChunk) -> int:
         """Send or receive a header, which goes from host to host, so that only the receiving host waits."""
         event = self.graph.add_event(f"{kind.__name__}({micro_chunk.micro}, header) of stage {self.stage}", self._host)
-        self.headers[self._link(kind, micro_chunk), kind is SendActivation] = event
+        self.header_events[self._link(kind, micro_chunk), kind is SendActivation] = event
         return event
 
     def _link(self, kind: Kind, micro_chunk: MicroChunk) -> tuple[int, bool, MicroChunk]:
         """Return (boundary, whether the message goes to the next virtual stage, micro-batch and sender's chunk)."""
         # Messages with the next stage cross boundary `stage`, those with the previous stage boundary `stage - 1`.
-        boundary = (self.stage if kind in (SendActivation, RecvGrad) else self.stage - 1) % self.stages
-        # The first stage's chunk c + 1 follows the last stage's chunk c; a message between them is numbered c.
-        sender = micro_chunk.chunk - 1 if self.stage == 0 and kind in (RecvActivation, SendGrad) else micro_chunk.chunk
-        return boundary, kind in (SendActivation, RecvActivation), MicroChunk(micro_chunk.micro, sender)
+        boundary = self.stage
+        chunk = micro_chunk.chunk
+        if kind in (RecvActivation, SendGrad):
+            boundary = (self.stage - 1) % self.stages
+            # The first stage's chunk c + 1 follows the last stage's chunk c; a message between them is numbered c.
+            if self.stage == 0:
+                chunk -= 1
+        return boundary, kind in (SendActivation, RecvActivation), MicroChunk(micro_chunk.micro, chunk)
 
     def _add_message(self, kind: Kind, micro_chunk: MicroChunk) -> int:
         link = self._link(kind, micro_chunk)
@@ -220,21 +224,27 @@ class StageGraph:
         name = f"{kind.__name__}({micro_chunk.micro}) of stage {self.stage}"
         start, end = self._submit(name, None if queue is None else self._last_in_queue.get(queue))
         self._last_in_queue[queue] = end
-        self.ends[link, kind in SENDS] = start, end
+        self.message_events[link, kind in SENDS] = start, end
         return end
 
     def _receive(self, kind: Kind) -> None:
-        """Make the device, not the host, wait for the next message of this kind."""
+        """Make the device, not the host, wait for the next message of this kind.
+
+        The receive is posted here unless `_post` has posted it before.
+        """
         posted = self._posted[kind]
         if not posted:
             self._synchronize(f"the buffer for {kind.__name__} of stage {self.stage}")
             self._post(kind, min_pending=1)
-        if not posted:
-            raise ScheduleError(f"stage {self.stage}: {kind.__name__} comes before the SendActivation that it answers")
-        # Later computation waits for the start of this operation, and the operation starts when the message has ended.
+            if not posted:  # its layout is unknown: a gradient has the layout of the activation that was sent
+                raise ScheduleError(
+                    f"stage {self.stage}: {kind.__name__} comes before the SendActivation that it answers"
+                )
+        # A wait of the compute stream is an operation that starts when the message has ended. Later computation
+        # depends on this start.
         message_end = posted.popleft()
-        start, _ = self._submit(f"what stage {self.stage} computes after {kind.__name__}", message_end)
-        self._computation = start
+        wait_start, _ = self._submit(f"what stage {self.stage} computes after {kind.__name__}", message_end)
+        self._computation = wait_start
 
     def _post(self, kind: Kind, min_pending: int = 0) -> None:
         """Post receives of known layout: all that are due, then others until `min_pending` or `ahead` are pending."""
@@ -253,25 +263,28 @@ class StageGraph:
 
 def refuse_deadlocks(plan: Plan, rules: Rules) -> None:
     """Raise ScheduleError, which names the operations that wait for each other, if a plan deadlocks under `rules`."""
+    # Each stage adds its own operations to the graph, in the order in which it submits them.
     graph = Graph()
-    post_after: Sequence[PostAfter] = [{}] * len(plan)
+    post_after: Sequence[PostAfter] = [{}] * len(plan)  # with a fixed number of receives ahead, no receive has a time
     if rules.ahead is None:
         post_after = simulate_posting(plan, rules.dynamic)
-    ends = dict[LinkEnd, tuple[int, int]]()
-    headers = dict[LinkEnd, int]()
+    message_events = dict[LinkEnd, tuple[int, int]]()
+    header_events = dict[LinkEnd, int]()
     for number, instructions in enumerate(plan):
         stage = StageGraph(graph, rules, number, len(plan), post_after[number])
         stage.run(instructions)
-        ends |= stage.ends
-        headers |= stage.headers
-    for link, is_sender in ends:
-        if is_sender:
-            # A message ends only after both its send and its receive have started.
-            send_start, send_end = ends[link, True]
-            receive_start, receive_end = ends[link, False]
+        message_events |= stage.message_events
+        header_events |= stage.header_events
+
+    # Messages connect the stages. A message ends only after both its send and its receive have started.
+    for link, is_sender in message_events:
+        if is_sender:  # each link is in the dict twice, for its sender and for its receiver
+            send_start, send_end = message_events[link, True]
+            receive_start, receive_end = message_events[link, False]
             graph.waits_for[receive_end].append(send_start)
             graph.waits_for[send_end].append(receive_start)
-    for link, is_sender in headers:
+    # The receiving host waits for a header until it has been sent.
+    for link, is_sender in header_events:
         if is_sender:
-            graph.waits_for[headers[link, False]].append(headers[link, True])  # the receiving host waits for the header
+            graph.waits_for[header_events[link, False]].append(header_events[link, True])
     graph.refuse_cycle()
