@@ -1,9 +1,7 @@
 """An optimizer with states sharded over the replicas and communication overlapped with computation.
 
 This is ZeRO stage 1 (Rajbhandari et al. 2020) in the manner of Megatron-LM's distributed optimizer. Gradients are
-reduced bucket by bucket during a step's last backward pass. Each replica steps its share of every bucket, a group of
-buckets at a time, and all-gathers the updated weights of a group while it steps the next group. DeepSpeed's reduction
-only starts after the last gradient.
+reduced during a step's last backward pass. DeepSpeed's reduction only starts after the last gradient.
 """
 
 import math
@@ -27,8 +25,8 @@ from .module_changes import ADVICE, ReplacedWeightError
 from .optimizers import clip_in_step, steps_separately
 from .param_replicas import group_by_holders
 
-# Largest number of groups. While a group is stepped, the weights of the previous group are gathered. Each call of the
-# wrapped optimizer costs host time for all of its parameters, so more groups would cost more than they hide.
+# Largest number of groups. The weights of a group are gathered while the next one is stepped. Each call of the wrapped
+# optimizer costs host time for all of its parameters, so more groups would cost more than they hide.
 MAX_GROUPS = 8
 
 
@@ -68,10 +66,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def __init__(
         self, optimizer: torch.optim.Optimizer, bucket_bytes: int | None = None, overlap_gather: bool = False
     ) -> None:
+        # torch's class needs parameter groups for its own attributes; then the wrapped optimizer's groups replace them.
         super().__init__([{"params": list(group["params"])} for group in optimizer.param_groups], {})
         self.optimizer = optimizer
-        self.bucket_bytes = bucket_bytes
         self._expose_wrapped()
+        self.bucket_bytes = bucket_bytes
+        self._overlap_gather = overlap_gather
+        # attach() sets these: the model's weights, and the buckets that hold them.
         self.buckets: list[Bucket] = []
         self.dp_process_group: Any = None
         self._bucket_of: dict[nn.Parameter, Bucket] = {}
@@ -80,24 +81,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.bf16_groups: list[list[nn.Parameter]] = []  # DeepSpeed saves the shapes of these weights
         self.fp16_groups = self.bf16_groups
         self._launcher: BucketLauncher | None = None
-        self._overlap_gather = overlap_gather
         self._gathers = DeferredGathers((), ())
-        self._is_reduced = self._are_states_linked = False
-        self._norm_slices: list[tuple[Tensor, bool]] | None = None
+        self._norm_slices: list[tuple[Tensor, bool]] | None = None  # of Bucket.norm_slices, computed once
+        # State of a step: finish() reduces the gradients, clip() stores their norm and its limit.
+        self._is_reduced = False
         self.norm: Tensor | None = None
         self._limit = 0.0
-        self.overflow = False
         self.read_norm: Callable[[], float] | None = None
+        self.overflow = False
         self._global_grad_norm: Tensor | None = None  # DeepSpeed's engine reads this attribute
-
-    # ------------------------------------------------------------- beginning
+        self._are_states_linked = False  # whether DeepSpeed's utilities can read the states, after the first step
 
     def attach(
-        self,
-        module: nn.Module,
-        group: Any,
-        chunk_of: ChunkOf | None = None,
-        apart: Iterable[nn.Parameter] = (),
+        self, module: nn.Module, group: Any, chunk_of: ChunkOf | None = None, apart: Iterable[nn.Parameter] = ()
     ) -> None:
         """Move the weights of `module`, already on their device and in their dtype, into flat memory.
 
@@ -124,10 +120,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for param_group in self.param_groups:
             group_weights = [p for p in param_group["params"] if p in trainable]
             work = self._whole_work(group_weights)
-            for group, held in group_by_holders(group_weights, self.dp_process_group):
+            # Experts may be held by some of the replicas only, so they get buckets of their own.
+            for group, weights in group_by_holders(group_weights, self.dp_process_group):
                 replicas = dist.get_world_size(group)
                 is_enough = partial(has_little_padding, replicas=replicas, work=work) if work else None
-                for parameters in pack_buckets(held, group, self.bucket_bytes, chunk_of, separate, is_enough):
+                for parameters in pack_buckets(weights, group, self.bucket_bytes, chunk_of, separate, is_enough):
                     bucket = Bucket(parameters, group, work)
                     self.buckets.append(bucket)
                     link_shares(bucket, len(self.buckets))
@@ -136,8 +133,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for bucket in self.buckets:
             self._bucket_of.update(dict.fromkeys(bucket.parameters, bucket))
         for param_group in self.param_groups:
-            given = set(param_group["params"])
-            param_group["params"] = [bucket.share for bucket in self.buckets if bucket.parameters[0] in given]
+            # All weights of a bucket are in one parameter group, so its first weight shows the group.
+            stepped = set(param_group["params"])
+            param_group["params"] = [bucket.share for bucket in self.buckets if bucket.parameters[0] in stepped]
 
     def _accept_matmuls(self, bucket: Bucket) -> None:
         """Let megatron.mpu's layers, whose weights have a `spec`, accumulate weight gradients into the bucket."""
@@ -167,16 +165,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _refuse_unsteppable(self, module: nn.Module) -> None:
         """Raise ValueError for weights that would silently not be trained."""
-        given = set(weights_of(self))
-        outside = given.difference(module.parameters())
+        stepped = set(weights_of(self))
+        outside = stepped.difference(module.parameters())
         problem = None
         if self.state:
             problem = "already has states of unsharded weights: wrap it before its first step"
-        elif any(hasattr(p, "_hp_mapping") for p in given):
+        elif any(hasattr(p, "_hp_mapping") for p in stepped):
             problem = "is given weights that are already sharded over replicas: build the model again"
-        elif len(outside) < len(given) and any(p.requires_grad for p in outside):
-            problem = "has weights that are not in the model: register them in it"
         # It is allowed that no weight is in the model: a stage without weights needs a placeholder in its optimizer.
+        elif len(outside) < len(stepped) and any(p.requires_grad for p in outside):
+            problem = "has weights that are not in the model: register them in it"
         if problem:
             raise ValueError(f"the optimizer in tds.DistributedOptimizer {problem}")
 
@@ -277,9 +275,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         clip_in_step(self.optimizer, [bucket.share_grad for bucket in self.buckets], norm, self._limit)
         self._global_grad_norm = norm
         self.norm = None
+        # Step a group of buckets at a time. The wrapped optimizer steps only the shares that have a gradient.
         grads = {bucket: bucket.share.grad for bucket in self.buckets}
         for bucket in self.buckets:
-            bucket.share.grad = None  # the wrapped optimizer steps only the shares that have a gradient
+            bucket.share.grad = None
         # For example, 20 buckets are stepped in groups of 3, in the order in which the next forward pass uses them.
         forward_order = self.buckets[::-1]
         group_size = len(forward_order)
@@ -291,7 +290,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 bucket.share.grad = grads[bucket]
             self.optimizer.step()
             for bucket in group:
-                bucket.gather()
+                bucket.gather()  # runs while the next group is stepped
                 bucket.share.grad = None
         self._gathers.defer()
         if not self._are_states_linked:  # the first step has created the states
