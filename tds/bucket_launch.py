@@ -53,19 +53,20 @@ def pack_buckets(
     packed: list[Weights] = []
     capacity = bucket_bytes or max(BUCKET_BYTES, BYTES_PER_REPLICA * dist.get_world_size(group))
     free_bytes = capacity
-    last_kind = None
+    last_kind = None  # weights of this kind go into the last bucket; None: the next weight begins a bucket
     separate = set(separate)
     for parameter in reversed(list(parameters)):
         kind = (chunk_of.get(parameter, 0), parameter.dtype, parameter.device)
         is_full = free_bytes <= 0 and (is_enough is None or is_enough(packed[-1]))
-        if kind != last_kind or is_full or parameter in separate:
+        is_separate = parameter in separate
+        if kind != last_kind or is_full or is_separate:
             packed.append([])
             free_bytes = capacity
             last_kind = kind
         packed[-1].append(parameter)
         free_bytes -= parameter.numel() * max(parameter.element_size(), 4)  # sums are in fp32 or wider
-        if parameter in separate:
-            last_kind = None  # the next weight begins a bucket
+        if is_separate:
+            last_kind = None
     return packed
 
 

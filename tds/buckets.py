@@ -199,6 +199,8 @@ class Bucket:
 
         counts: for each parameter, whether this rank includes its gradient in the global norm.
         """
+        # For example, of the weights [0, 50), [50, 80) and [80, 90), the last does not count. The ranges are then
+        # [0, 80), which counts, and [80, 90), which does not.
         ranges: list[tuple[int, int, bool]] = []  # (begin, end, whether it counts)
         for parameter, begin, end in self._owned_slices():
             if ranges:
@@ -207,7 +209,7 @@ class Bucket:
                     ranges.pop()
                     begin = last_begin
             ranges.append((begin, end, counts[parameter]))
-        slices = []
+        slices = []  # of at most NORM_SLICE elements
         for begin, end, is_counted in ranges:
             for start in range(begin, end, NORM_SLICE):
                 slices.append((self.share_grad[start : min(start + NORM_SLICE, end)], is_counted))
@@ -215,9 +217,10 @@ class Bucket:
 
 
 def copy_changed(exact: Tensor, seen: Tensor) -> Tensor:
-    """Copy those elements of `seen` `[n]`, in half precision, into `exact` `[n]` to which `exact` does not round.
+    """Copy into the fp32 weights `exact` `[n]` those half-precision weights `seen` `[n]` that a user has changed.
 
-    The bits are compared, because torch.compile leaves out a cast to half precision whose result is not stored.
+    An unchanged weight in `seen` is the rounded weight in `exact`, which keeps its more precise value. The bits are
+    compared, because torch.compile leaves out a cast to half precision whose result is not stored.
     """
     rounded = exact.to(seen.dtype).view(torch.int16)
     return exact.copy_(torch.where(rounded == seen.view(torch.int16), exact, seen))
