@@ -19,16 +19,16 @@ class WeightAverage:
     have no average, as it would equal them. Create a WeightAverage before a SpikeGuard, whose hook restores the
     gradients of a skipped step.
 
-    A weight that is frozen after a resume has no optimizer state. `held` has its average from the checkpoint, on the
-    CPU of one rank and None on others. As the weight is constant, its average follows from the number of steps.
+    A weight that is frozen after a resume has no optimizer state. `of_frozen` has its average from the checkpoint, on
+    the CPU of one rank and None on others. As the weight is constant, its average follows from the number of steps.
     """
 
     def __init__(self, engine: Any, decay: float) -> None:
         self._decay = decay
         self._initial: dict[Tensor, Tensor] = {}  # weights before their first step
-        self.held: dict[Tensor, Tensor | None] = {}
-        self._kept_here: set[Tensor] = set()
-        self._applied_steps: int | Tensor = 0  # applied since the averages in `held` were loaded
+        self.of_frozen: dict[Tensor, Tensor | None] = {}
+        self._kept_here: set[Tensor] = set()  # the frozen weights whose averages are on this rank
+        self._applied_steps: int | Tensor = 0  # applied since the averages in `of_frozen` were loaded
         inner = torch_optimizer_of(engine)
         # A DistributedOptimizer steps its buckets in groups: only those of the current group have a gradient.
         self._in_groups = engine.distributed is not None
@@ -37,20 +37,24 @@ class WeightAverage:
         engine.weight_average = self
 
     def _before_step(self, inner: torch.optim.Optimizer) -> None:
+        """Copy each weight before its first step, since its average begins with this value."""
         for weight in weights_of(inner):
             if weight.grad is not None and AVERAGE not in inner.state.get(weight, {}):
                 self._initial[weight] = weight.detach().clone()
 
     @torch.no_grad()
     def _after_step(self, inner: torch.optim.Optimizer) -> None:
+        """Move the averages towards the new weights."""
         weights = weights_of(inner)
         stepped = [weight for weight in weights if weight.grad is not None]
-        if not stepped:  # skipped, unless the optimizer has found an Inf on the device
-            return
-        skipped = getattr(inner, "found_inf", None)  # a scalar on the device, 1 if the step was skipped
-        # In groups, the other weights are stepped by other calls. Without groups, a weight without a gradient keeps its
-        # value in this step, and its average still moves towards this value.
-        for weight in stepped if self._in_groups else weights:
+        if not stepped:
+            return  # the step was skipped: the host has dropped all gradients
+        skipped = getattr(inner, "found_inf", None)  # a scalar on the device, 1 if the device skips the step
+        # Without groups, a weight without a gradient keeps its value in this step, and its average still moves towards
+        # this value. In groups, the other weights are stepped by other calls.
+        if self._in_groups:
+            weights = stepped
+        for weight in weights:
             state = inner.state.get(weight)
             if not state:
                 continue
@@ -64,7 +68,7 @@ class WeightAverage:
 
     def announce_frozen(self, weight: Tensor, is_kept_here: bool) -> None:
         """Announce that a checkpoint has an average of the frozen `weight`; this rank keeps it if `is_kept_here`."""
-        self.held[weight] = None
+        self.of_frozen[weight] = None
         self._applied_steps = 0
         if is_kept_here:
             self._kept_here.add(weight)
@@ -72,16 +76,16 @@ class WeightAverage:
     def set_frozen_average(self, weight: Tensor, average: Tensor) -> None:
         """Set the average of a weight that is announced by `announce_frozen`, in the shape of the weight."""
         if weight in self._kept_here:
-            self.held[weight] = average.detach().to("cpu", copy=True)
+            self.of_frozen[weight] = average.detach().to("cpu", copy=True)
 
     def end_step(self, applied: bool | Tensor) -> None:
         """Count a step for the averages of frozen weights. applied: whether it changed the weights, or a tensor []."""
-        if self.held:
+        if self.of_frozen:
             self._applied_steps = self._applied_steps + applied
 
     def frozen_average(self, weight: Tensor, value: Tensor) -> Tensor:
         """Return the average of a frozen weight, whose value is `value`; where it is not kept, return `value`."""
-        average = self.held[weight]
+        average = self.of_frozen[weight]
         if average is None:
             return value
         # In n steps, the distance of the average from a constant weight shrinks to decay ** n of what it was.

@@ -149,7 +149,7 @@ def moments_of(engine: Any, parameter: nn.Parameter, names: Sequence[str]) -> li
     """
     if not parameter.requires_grad:
         average = engine.weight_average
-        has_average = average is not None and parameter in average.held
+        has_average = average is not None and parameter in average.of_frozen
         return [AVERAGE] if has_average and AVERAGE in names else []
     if not (_is_wrapped(parameter) or parameter in torch_optimizer_of(engine).state):
         return []

@@ -94,15 +94,21 @@ class SpikeGuard:
         return torch.full_like(norm, math.inf) if isinstance(norm, Tensor) else math.inf
 
     def _find_spike(self, name: str, value: float, recent: Sequence[float]) -> Deviation | None:
+        """Return the deviation of a step's `value` from those of recent steps if it is a spike, else None."""
         steps = len(recent)
         if steps < self._min_steps:
             return None
         mean = math.fsum(recent) / steps
         deviation = math.sqrt(math.fsum((each - mean) ** 2 for each in recent) / (steps - 1))
-        return Deviation(name, value, mean, deviation, steps) if value - mean > self._sigma * deviation else None
+        if value - mean <= self._sigma * deviation:
+            return None
+        return Deviation(name, value, mean, deviation, steps)
 
     def _before_step(self, inner: torch.optim.Optimizer) -> None:
-        """Make the step of DeepSpeed's optimizer a no-op if it must be skipped; it may step its groups separately."""
+        """Make the step of DeepSpeed's optimizer a no-op if it must be skipped.
+
+        DeepSpeed may step its groups separately. Then only the first call in a step looks for a spike.
+        """
         norm = torch.as_tensor(self._engine.optimizer._global_grad_norm, dtype=torch.float64)
         if not self._is_norm_checked:
             norm = self.inf_if_spike(norm)

@@ -117,6 +117,7 @@ class StepNorms:
                 yield _Slice(parameter, 0, parameter.numel(), index)
 
     def _before_step(self, inner: torch.optim.Optimizer) -> None:
+        """Measure the gradients and copy the weights of this call; DeepSpeed may step groups in separate calls."""
         if self._slices is None:
             return
         grads = {p: p.grad for p in weights_of(inner) if p.grad is not None}
@@ -131,6 +132,7 @@ class StepNorms:
 
     @torch.no_grad()
     def _after_step(self) -> None:
+        """Measure the updates of the weights that `_before_step` has copied."""
         for owner, change in self._weights_before.items():
             change.sub_(owner.detach())  # minus the update, which has the same norm
         updates = []
