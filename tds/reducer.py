@@ -41,15 +41,18 @@ class _GradBucket:
         """Start the all-reduce; gradients become views of its buffer, so nothing is copied back."""
         has_grad = [p.grad is not None for p in self.parameters]
         grads = [dense_gradient(p) for p in self.parameters]
+        # Behind the gradients goes a 1 for each weight with a gradient, so the sums are numbers of replicas. For
+        # example, with gradients [a, b] of a first weight and none of a second one of one element: [a, b, 0, 1, 0].
         if self._present is None:
             self._present = grads[0].new_ones(len(grads))
-        # Behind the gradients goes a 1 for each weight with a gradient, so the sums are numbers of replicas.
         present = self._present
         if not all(has_grad):
             present = present * present.new_tensor(has_grad)
         flat_grads = [grad.reshape(-1) for grad in grads]
         flat = torch.cat([*flat_grads, present])
         self._work = dist.all_reduce(flat, group=self.group, async_op=True)
+
+        # The gradients become views of `flat`, which has the sums after wait().
         counts = flat[-len(grads) :]  # how many replicas have a gradient of each weight
         self._missing = []
         begin = 0
@@ -112,8 +115,8 @@ class GradReducer:
             launcher.close()
         self._signature = signature
         buckets = []
-        for group, held in group_by_holders(trainable, self._group):
-            for parameters in pack_buckets(held, group, self._bucket_bytes, self._chunk_of):
+        for group, weights in group_by_holders(trainable, self._group):
+            for parameters in pack_buckets(weights, group, self._bucket_bytes, self._chunk_of):
                 buckets.append(_GradBucket(parameters, group))
         sort_buckets(buckets, trainable, self._chunk_of)
         self._launcher = BucketLauncher(buckets, self._chunk_of)
@@ -154,7 +157,9 @@ class OverlappedReduction(Reduction):
     def finish(self) -> None:
         """Wait for the reductions over the replicas, then sum the gradients of tied weights over their stages."""
         self.reducer.finish()
-        gradient_of = self.reducer.gradient_share if isinstance(self.reducer, DistributedOptimizer) else None
+        gradient_of = None  # reads `.grad`
+        if isinstance(self.reducer, DistributedOptimizer):
+            gradient_of = self.reducer.gradient_share
         reduce_tied_grads(self._module, self._engine.stage_id, gradient_of)
 
 
@@ -182,14 +187,16 @@ def _may_overlap(engine: Any) -> bool:
     A GradReducer needs fp32, several replicas, no ZeRO, and no ds_config settings that change DeepSpeed's reduction.
     """
     config = engine._config
-    is_custom = config.communication_data_type not in (None, torch.float64)  # `use_fp64` sets float64
-    is_custom |= config.prescale_gradients or config.gradient_predivide_factor != 1.0 or not engine.gradient_average
-    return bool(
-        not engine.has_wrapped_optimizer
-        and engine.dp_world_size > 1
-        and not is_custom
-        and engine.pipeline_enable_backward_allreduce
-        and not config.torch_autocast_enabled
-        and config.pipeline.get("overlap_grad_reduce", True)
-        and not is_reduction_replaced(type(engine))
+    conditions = (
+        not engine.has_wrapped_optimizer,  # fp32 without ZeRO
+        engine.dp_world_size > 1,
+        config.communication_data_type in (None, torch.float64),  # `use_fp64` sets float64
+        not config.prescale_gradients,
+        config.gradient_predivide_factor == 1.0,
+        engine.gradient_average,
+        engine.pipeline_enable_backward_allreduce,
+        not config.torch_autocast_enabled,
+        config.pipeline.get("overlap_grad_reduce", True),
+        not is_reduction_replaced(type(engine)),
     )
+    return all(conditions)

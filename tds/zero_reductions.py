@@ -67,7 +67,11 @@ class Bf16Reduction(Reduction):
     def finish(self) -> None:
         self.reduce_over_replicas()
         sums = bf16_sums(self._engine.optimizer)
-        reduce_tied_grads(self._module, self._engine.stage_id, lambda w: sums[w].gradient if w in sums else None)
+
+        def gradient_of(weight: nn.Parameter) -> torch.Tensor | None:
+            return sums[weight].gradient if weight in sums else None  # a frozen weight has no sum
+
+        reduce_tied_grads(self._module, self._engine.stage_id, gradient_of)
         for _, group, weights in ties(self._module):
             tied = [sums[weight] for weight in weights.values() if weight in sums]
             flags = [each.flags[each.position] for each in tied]
