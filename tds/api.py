@@ -57,27 +57,30 @@ def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any)
     """Call `deepspeed.init_distributed` with the backend of the available device (gloo on a CPU)."""
     _deepspeed.refuse_other_releases(_ds.__version__)
     refuse_impossible_ranks()
-    end_with_launcher()
+    end_with_launcher()  # this process ends if its launcher dies
+
+    # These settings must be made before the process group and its store are created.
     record_collectives()
     prepare_store_host()
     defer_dynamo()
     _deepspeed.patch_deepspeed()
+    _deepspeed.set_local_rank()
     if dist_backend is None:
         dist_backend = "gloo" if _deepspeed.on_cpu() else _ds.accelerator.get_accelerator().communication_backend_name()
-    _deepspeed.set_local_rank()
     timeout = kwargs.get("timeout")
 
     def connect() -> None:
         rejoin_store(dist_backend, timeout, _deepspeed.this_device())  # only after a restart by torchrun
         _ds.init_distributed(dist_backend, *args, **kwargs)
 
+    # A launcher of several ranks sets WORLD_SIZE. Only MPI sets other variables, which DeepSpeed reads in connect().
     if os.environ.get("WORLD_SIZE", "1") == "1":
         connect()
-        watch_startup()  # the launcher may be MPI, which sets other variables
+        watch_startup()  # MPI may have started several ranks
         return
     from .meeting import connect_ranks
 
-    connect_ranks(connect, timeout)
+    connect_ranks(connect, timeout)  # also names the ranks that do not come
 
 
 def __getattr__(name: str) -> Any:

@@ -135,19 +135,22 @@ def refuse_idle_stages(model: Any = None, config_class: Any = None, optimizer: A
         return
     if isinstance(optimizer, DistributedOptimizer):
         return  # a DistributedOptimizer supports stages without trainable weights
+
+    # An engine without an optimizer only evaluates, so its stages need no trainable weights.
     only_evaluates = not optimizer and not config_class.optimizer_name
-    is_trained = only_evaluates or any(p.requires_grad for p in model.parameters())
-    stages = gather_objects((is_trained, len(getattr(optimizer, "param_groups", ()))))
-    counts = [groups for _, groups in stages]
-    fewest = counts.index(min(counts))
-    if counts[fewest] < max(counts) and not bf16:
+    is_trainable = only_evaluates or any(p.requires_grad for p in model.parameters())
+    num_groups = len(getattr(optimizer, "param_groups", ()))
+    stages = gather_objects((is_trainable, num_groups))  # of each rank
+    counts = [count for _, count in stages]
+    fewest = min(counts)
+    if fewest < max(counts) and not bf16:  # DeepSpeed's bf16 optimizer computes the norm of all groups at once
         raise ValueError(
-            f"the stage of rank {fewest} has weights for {counts[fewest]} of the optimizer's {max(counts)} parameter "
-            f"groups, but ZeRO needs all groups on each stage: cut the layers differently (partition_method), or "
-            f"train in bf16 or without ZeRO"
+            f"the stage of rank {counts.index(fewest)} has weights for {fewest} of the optimizer's {max(counts)} "
+            f"parameter groups, but ZeRO needs all groups on each stage: cut the layers differently "
+            f"(partition_method), or train in bf16 or without ZeRO"
         )
-    for rank, (rank_is_trained, _) in enumerate(stages):
-        if not rank_is_trained:
+    for rank, (rank_is_trainable, _) in enumerate(stages):
+        if not rank_is_trainable:
             raise ValueError(
                 f"the stage of rank {rank} has no trainable weight, but DeepSpeed's ZeRO and half precision need one: "
                 f"cut the layers so that each stage has one (partition_method), or train in fp32 without ZeRO"
