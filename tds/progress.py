@@ -78,10 +78,13 @@ class Progress(Observer):
 
     def _accumulate_events(self, wait: bool) -> None:
         """Accumulate the times of recorded device events. wait: also wait for events that are still pending."""
-        while self._event_pairs and (wait or self._event_pairs[0][2].query()):
-            name, started, ended = self._event_pairs.popleft()
+        while self._event_pairs:
+            name, started, ended = self._event_pairs[0]  # the oldest pair
+            if not wait and not ended.query():
+                return
             ended.synchronize()
-            self._seconds[name] += started.elapsed_time(ended) / 1e3
+            self._seconds[name] += started.elapsed_time(ended) / 1e3  # it is in ms
+            self._event_pairs.popleft()
 
     def step(self, steps: int, samples: int, losses: Mapping[str, Tensor]) -> str | None:
         """Return the progress line after every `every` steps, else None.
@@ -94,12 +97,13 @@ class Progress(Observer):
         if not self.every or steps % self.every:
             return None
         seconds = time.perf_counter() - self._last_line_at
-        named = " ".join(f"{name}: {value.item():.4f}" for name, value in losses.items())
-        line = f"steps: {steps} {named} iter time (s): {seconds / self._steps:.3f} "
+        loss_texts = [f"{name}: {value.item():.4f}" for name, value in losses.items()]
+        line = f"steps: {steps} {' '.join(loss_texts)} iter time (s): {seconds / self._steps:.3f} "
         line += f"samples/sec: {self._samples / seconds:.3f}"
-        if spent_by_name := self.take():  # empty without `breakdown`
-            parts = " | ".join(f"{name}: {1e3 * spent / self._steps:.2f}" for name, spent in spent_by_name.items())
-            line += f"\ntime (ms) of rank 0 in a step | {parts}"
+        # take() also synchronizes and forgets the measured times. It is empty without `breakdown`.
+        part_texts = [f"{name}: {1e3 * spent / self._steps:.2f}" for name, spent in self.take().items()]
+        if part_texts:
+            line += f"\ntime (ms) of rank 0 in a step | {' | '.join(part_texts)}"
         self._last_line_at = time.perf_counter()
         self._steps = 0
         self._samples = 0
@@ -114,15 +118,19 @@ class Progress(Observer):
 
 
 def report_losses(engine: Any, name: str, loss: Tensor) -> None:
-    """Write the loss, and named losses if there are several, to DeepSpeed's monitors. engine: of a pipeline."""
+    """Write the loss, and the losses by name if there are several, to DeepSpeed's monitors.
+
+    engine: a PipelineEngine. name: of the total loss, "train_loss" or "eval_loss". For example, the losses "lm" and
+    "router" are then written as "lm" and "router" in training, as "eval_lm" and "eval_router" in an evaluation.
+    """
     if engine.global_rank != 0 or not engine.monitor.enabled:
         return
-    named = {name: loss}
-    prefix = name.removesuffix("loss").removeprefix("train_")  # "eval_" in an evaluation
+    losses = {name: loss}
+    prefix = "eval_" if name == "eval_loss" else ""
     if len(engine._losses.all_means) > 1:
         for key, value in engine._losses.all_means.items():
-            named.setdefault(prefix + key, value)
+            losses.setdefault(prefix + key, value)  # a loss with the name of the total does not replace it
     events = []
-    for key, value in named.items():
+    for key, value in losses.items():
         events.append((f"Train/Samples/{key}", value.item(), engine.global_samples))
     engine.monitor.write_events(events)

@@ -86,7 +86,8 @@ def _check_counts(
     instructions: Sequence[Instruction], expected_kinds: Sequence[Kind], micros: int, stage: int, chunk: int
 ) -> None:
     """Raise ScheduleError unless a chunk has each kind in `expected_kinds` once for every micro-batch."""
-    dependencies = [pair for pair in DEPENDENCIES if {*pair} <= {*expected_kinds}]  # both kinds are on this chunk
+    # A chunk need not have both kinds: the first stage receives no activation before its forward pass.
+    dependencies = [pair for pair in DEPENDENCIES if set(expected_kinds).issuperset(pair)]
     done = _count_in_order(instructions, stage, chunk, dependencies)
     kinds: list[Kind] = [*PASSES, *expected_kinds, *done]  # in a fixed order, so that all ranks report the same error
     for kind in kinds:
@@ -128,6 +129,7 @@ def simulate_times(
 ) -> list[Span]:
     """Return the time span of each pass if sends never block. Raises ScheduleError for a deadlock.
 
+    Each stage in turn runs its instructions until it must wait for a message, again and again, until all have ended.
     forward, backward: time of a pass over a whole stage. weight: the part of `backward` for gradients of weights,
     by default half. message: time that a message takes. seconds: function that returns the time of each pass by stage
     and chunk; it replaces `forward`, `backward` and `weight`.
@@ -163,8 +165,11 @@ def simulate_times(
                     in_transit[virtual_stage, kind].append(clock[stage] + message)
                 instructions.popleft()
         if num_remaining == sum(map(len, pending)):  # no stage has run an instruction
-            waiting = ", ".join(f"stage {s} at {type(r[0]).__name__}({r[0].micro})" for s, r in enumerate(pending) if r)
-            raise ScheduleError(f"the stages deadlock: {waiting}")
+            waiting = []
+            for stage, instructions in enumerate(pending):
+                if instructions:
+                    waiting.append(f"stage {stage} at {type(instructions[0]).__name__}({instructions[0].micro})")
+            raise ScheduleError(f"the stages deadlock: {', '.join(waiting)}")
     return spans
 
 

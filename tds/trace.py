@@ -104,10 +104,12 @@ class Tracer:
         self._device = device
         self._first = first
         self._last = last
-        self._kept: deque[tuple[int, list[RecordedSpan]]] = deque(maxlen=KEPT_ITERATIONS if last is None else None)
+        # The recorded iterations and their spans; without a range, only the newest.
+        max_iterations = KEPT_ITERATIONS if last is None else None
+        self._iterations: deque[tuple[int, list[RecordedSpan]]] = deque(maxlen=max_iterations)
         self._current_spans = list[RecordedSpan]()
         self._since_write = 0
-        self.size = 0
+        self.size = 0  # bytes sent since the last message ended
         # Also record what comes before the first iteration: loading a checkpoint, opening data.
         self.is_recording = first is None
         self._reference = None if self._on_cpu else self._record_reference()
@@ -121,16 +123,16 @@ class Tracer:
 
     def iteration(self, number: int) -> None:
         """Begin iteration `number`: record it if it is in the range, and write the file from time to time."""
-        has_spans = bool(self._current_spans)
+        has_spans = bool(self._current_spans)  # whether the previous iteration was recorded
         self._since_write += has_spans
-        # Without a range, each iteration is recorded, and `_kept` drops the oldest ones.
+        # Without a range, each iteration is recorded, and `_iterations` drops the oldest ones.
         self.is_recording = self._first is None or self._last is None or self._first <= number <= self._last
-        just_ended = has_spans and not self.is_recording  # the last iteration of the range is over
-        if just_ended or self._since_write >= WRITE_INTERVAL:
+        range_has_ended = has_spans and not self.is_recording
+        if range_has_ended or self._since_write >= WRITE_INTERVAL:
             self.try_to_write()
         self._current_spans = []
         if self.is_recording:
-            self._kept.append((number, self._current_spans))
+            self._iterations.append((number, self._current_spans))  # `end` appends to this list
 
     def begin(self) -> SpanStart | None:
         """Start a span and return its mark, or None while recording is off."""
@@ -162,16 +164,17 @@ class Tracer:
 
         wait: wait for an accelerator to finish all spans; if False, omit unfinished ones.
         """
-        for _, spans in self._kept:
+        for _, spans in self._iterations:
             if not wait:  # a host time is an int; a device event says whether the device has reached it
                 spans[:] = [each for each in spans if isinstance(each.end, int) or each.end.query()]
             spans[:] = map(self._to_host_times, spans)
         if self._reference is not None and wait:
             # Renew the reference event: times between events are 32-bit floats, which are precise only for short times.
             self._reference = self._record_reference()
-        return list(self._kept)
+        return list(self._iterations)
 
     def _to_host_times(self, span: RecordedSpan) -> RecordedSpan:
+        """Return a span with its device events replaced by host times in ns, after waiting for its end."""
         if isinstance(span.begin, int) or self._reference is None:  # these are host times already
             return span
         event, reference_ns = self._reference
