@@ -159,7 +159,11 @@ def check_sendable(tensors: Sequence[Any], who: str, device: torch.device | None
                 f"convert it to a tensor"
             )
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-            kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
+            kind = str(tensor.layout)
+            if tensor.is_quantized:
+                kind = "quantized"
+            elif tensor.is_nested:
+                kind = "nested"
             raise BoundaryError(f"{who}: tensor {i} is {kind}; make it dense (to_dense(), to_padded_tensor())")
         if device is not None and tensor.device.type != device.type:
             raise BoundaryError(

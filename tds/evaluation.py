@@ -75,28 +75,29 @@ def eval_result(engine: Any, loss: Tensor | None, reduce_output: str | None, bca
 
     loss: the loss over all micro-batches and replicas, a scalar; None if `eval_batch` returns outputs instead.
     """
-    is_last = engine.is_last_stage()
-    if loss is not None and reduce_output:
-        return loss if bcast_loss or is_last else None
-    if not is_last:
+    has_mean_loss = loss is not None and reduce_output
+    if has_mean_loss and bcast_loss:
+        return loss
+    if not engine.is_last_stage():
         return None
+    if has_mean_loss:
+        return loss
     # `fwd_outputs` has one item for each micro-batch: its loss, or its outputs if no loss is computed.
     return _mean_outputs(engine) if reduce_output else engine.fwd_outputs
 
 
 def _mean_outputs(engine: Any) -> Any:
     """Return the mean of the outputs over micro-batches and replicas, in the shapes of one micro-batch's outputs."""
-    outputs = [as_tuple(each) for each in engine.fwd_outputs]
+    outputs = [as_tuple(each) for each in engine.fwd_outputs]  # a tuple of tensors for each micro-batch
+    if len(set(map(len, outputs))) > 1:
+        _raise_different_shapes()
     sums = []
-    # outputs[micro] has the tensors of a micro-batch. If some have fewer than others, the second check raises.
-    for tensors in zip(*outputs, strict=False):
+    for tensors in zip(*outputs, strict=True):  # one output of all micro-batches
         shapes = {t.shape for t in tensors}
         if len(shapes) > 1:
             _raise_different_shapes()
         wide = torch.promote_types(tensors[0].dtype, torch.float32)  # a sum in fp16 may overflow
         sums.append(torch.stack(tensors).sum(0, dtype=wide))
-    if max(map(len, outputs)) > len(sums):
-        _raise_different_shapes()
     count = torch.tensor(float(len(outputs)), dtype=torch.float64, device=engine.device)
     if engine.dp_world_size > 1:  # replicas may have different numbers of micro-batches
         for each in [*sums, count]:

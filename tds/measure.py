@@ -142,7 +142,11 @@ def _measure_gradient(
 
 def _describe_route(engine: Any) -> str:
     """Describe the settings of `engine` on which DeepSpeed's scaling of gradients depends: "bf16 with ZeRO 1"."""
-    precision = "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32"
+    precision = "fp32"
+    if engine.fp16_enabled():
+        precision = "fp16"
+    elif engine.bfloat16_enabled():
+        precision = "bf16"
     pipeline = " under a pipeline" if isinstance(engine, StockPipelineEngine) else ""
     return f"{precision} with ZeRO {int(engine.zero_optimization_stage())}{pipeline}"
 
@@ -167,8 +171,10 @@ def check_factor(
     key = json.dumps([settings, replicas, own_reduction, pipeline], default=str, sort_keys=True)
     if key in _verified:
         return
-    # Without `gradient_average`, DeepSpeed sums a pipeline's gradients over the replicas.
-    wanted = GRADIENT * (replicas if pipeline and not engine.gradient_average else 1)
+
+    wanted = GRADIENT
+    if pipeline and not engine.gradient_average:  # DeepSpeed then sums gradients over the replicas
+        wanted = GRADIENT * replicas
     # The replicas' gradients differ, so that a rank also sees that they were not reduced. Their mean is GRADIENT.
     # For example, 4 replicas have 0.5, 0.5, 0.5 and 2.5 times this gradient.
     multiple = 0.5
@@ -177,6 +183,8 @@ def check_factor(
     elif dist.get_rank(engine.seq_data_parallel_group) == replicas - 1:
         multiple = (replicas + 1) / 2
     gradient = GRADIENT * multiple
+
+    # Each of the micro-batches of a replica has the gradient `factor`, with which the engine multiplies its losses.
     factor = gradient * factor_of(micros) / (micros * replicas)
     measured = _measure_gradient(engine, settings, factor, own_reduction, pipeline)
     if not abs(measured / wanted - 1) < TOLERANCE:

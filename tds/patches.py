@@ -85,6 +85,7 @@ class PatchPoint(NamedTuple):
 
 
 def _parse_table(table: str) -> Iterator[PatchPoint]:
+    """Yield the names in a table of the form of TABLE."""
     for block in table.strip().split("\n\n"):
         advice, *lines = block.splitlines()
         for line in lines:
@@ -95,6 +96,7 @@ def _parse_table(table: str) -> Iterator[PatchPoint]:
 
 
 def _function_names(kind: type) -> Iterator[str]:
+    """Yield the names of the methods and properties of a class and its bases, except those that every class has."""
     for name in dir(kind):
         value = getattr(kind, name)
         is_function = callable(value) or isinstance(value, property)
@@ -137,6 +139,7 @@ def is_reduction_replaced(engine_class: type) -> bool:
 def _first_patch(
     points: Sequence[PatchPoint], engine_class: type, attributes: Mapping[str, Any], module: type
 ) -> tuple[PatchPoint, str] | None:
+    """Return the first of `points` that a user has replaced, and the name of the replacement; see `_value_in_use`."""
     for point in points:
         author = foreign_name(_value_in_use(point, engine_class, attributes, module))
         if author:
@@ -154,7 +157,10 @@ def instruction_handler(engine: Any, instruction: str, method: str) -> Callable[
 
 
 def foreign_name(value: Any) -> str | None:
-    """Return the name of a function, class or module that neither DeepSpeed nor tds defines, else None."""
+    """Return the name of a function, class or module that neither DeepSpeed nor tds defines, else None.
+
+    For example, "my_project.train.forward" for a function that a user has put in place of DeepSpeed's.
+    """
     if value is None:
         return None
     if isinstance(value, property):
@@ -190,8 +196,9 @@ def _value_in_use(point: PatchPoint, engine_class: type, attributes: Mapping[str
     if name in OVERRIDDEN:
         # tds has its own method, so a patch of DeepSpeed's class runs only if a subclass has taken it over.
         return None if value is in_deepspeed else in_deepspeed
-    own_value = attributes.get(name) if owner is engine_class else None  # set on the engine itself
-    return own_value or value
+    if owner is engine_class:
+        return attributes.get(name) or value  # an attribute of the engine hides that of its class
+    return value
 
 
 def _instruction_map(engine_class: Any) -> dict[str, Any]:

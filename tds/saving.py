@@ -112,15 +112,16 @@ class PipelineState:
         model = self._grid.get_slice_parallel_rank()
         # For example, tds_state-stage*-model03.pt: the files of all stages for this tensor-parallel rank.
         pattern = STATE_FILE.format(stage=0, model=model).replace("stage00", "stage*")
-        files = []
+        saved_stages = []
         for each in sorted(path.glob(pattern)):
-            files.append(torch.load(each, map_location="cpu", weights_only=True))
+            saved_stages.append(torch.load(each, map_location="cpu", weights_only=True))
+
         values = {}
         missing = []
         for name in sorted(state):
-            holders = [each for each in files if name in each["state"]]
-            if holders:
-                values[name] = self._choose_file(files, holders, name)["state"][name]
+            stages_with_name = [each for each in saved_stages if name in each["state"]]
+            if stages_with_name:
+                values[name] = self._choose_stage(len(saved_stages), stages_with_name, name)["state"][name]
             else:
                 missing.append(name)
         self._module.load_state_dict(values, strict=False)
@@ -128,15 +129,19 @@ class PipelineState:
         if missing and not self._grid.get_global_rank():
             warnings.warn(f"{path} does not hold {', '.join(missing)}, which keep their initial values", stacklevel=3)
 
-    def _choose_file(self, files: list[Any], holders: list[Any], name: str) -> Any:
-        """Return the file from which this stage loads `name`. files: of all stages. holders: those that hold `name`."""
+    def _choose_stage(self, num_saved: int, stages_with_name: list[Any], name: str) -> Any:
+        """Return what one of the saved stages has saved, from which this stage loads `name`.
+
+        num_saved: number of saved stages. stages_with_name: what those with a value of this name have saved.
+        """
         grid = self._grid
-        if len(holders) == len(files) == grid.get_pipe_parallel_world_size():
-            return holders[grid.get_stage_id()]  # each stage has saved its own values
+        if len(stages_with_name) == num_saved == grid.get_pipe_parallel_world_size():
+            return stages_with_name[grid.get_stage_id()]  # each stage has saved its own values
         if name.startswith("loss_fn."):
-            return holders[-1]  # the last stage computes the loss
-        changed = [each for each in holders if name in each["changed"]]
-        return (changed or holders)[0]
+            return stages_with_name[-1]  # the last stage computes the loss
+        # Values that training has changed on one stage only are more recent than the initial values on the others.
+        changed = [each for each in stages_with_name if name in each["changed"]]
+        return (changed or stages_with_name)[0]
 
 
 def layout_of(module: Any) -> Layout:
