@@ -162,10 +162,8 @@ def recorded_collectives() -> list[dict[str, Any]]:
     """
     module = getattr(torch._C, "_distributed_c10d", None)
     entries: list[dict[str, Any]] = []
-    for name in (
-        "_dump_nccl_trace_json",
-        "_dump_fr_trace_json",
-    ):  # the flight recorder of NCCL, then that of all other backends
+    # The first function reads the flight recorder of NCCL, the second that of all other backends.
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         dump = getattr(module, name, None)
         if dump is not None:
             with contextlib.suppress(RuntimeError, TypeError, ValueError):
@@ -181,7 +179,9 @@ def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     if all(t.device.type == "cpu" for t in tensors):
         return [_norm_by_rows(t) for t in tensors]
     foreach_norm = getattr(torch, "_foreach_norm", None)
-    return list(foreach_norm(tensors)) if foreach_norm else [torch.linalg.vector_norm(t) for t in tensors]
+    if foreach_norm is None:
+        return [torch.linalg.vector_norm(t) for t in tensors]
+    return list(foreach_norm(tensors))
 
 
 def _norm_by_rows(tensor: Tensor) -> Tensor:
@@ -252,13 +252,17 @@ def defer_dynamo() -> None:
     torch keeps their methods out of compiled graphs, so the first optimizer of a process imports torch._dynamo, which
     takes half a second and 60 MB. Before that import, no graph is compiled. Delete this once torch imports it later.
     """
+    # Methods of all optimizers, such as zero_grad(). torch wraps them in functions that import torch._dynamo.
     for name, method in vars(torch.optim.Optimizer).items():
         if _is_made_by(method, "torch._compile", "inner"):
             setattr(torch.optim.Optimizer, name, _until_dynamo(method, method.__wrapped__))
-    for each in vars(torch.optim).values():
-        step: Any = vars(each).get("step") if isinstance(each, type) else None
+    # The step of each optimizer, such as Adam.step. Its wrapper also sets the gradient mode, so the plain step must.
+    for optimizer_class in vars(torch.optim).values():
+        if not isinstance(optimizer_class, type):
+            continue  # another name of the module
+        step: Any = vars(optimizer_class).get("step")
         if _is_made_by(step, "torch.optim.optimizer", "_use_grad"):
-            each.step = _until_dynamo(step, _step_with_grad_mode(step.__wrapped__))
+            optimizer_class.step = _until_dynamo(step, _step_with_grad_mode(step.__wrapped__))  # type: ignore[attr-defined]
 
 
 def _is_made_by(function: Any, module: str, code_name: str) -> bool:
