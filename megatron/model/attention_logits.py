@@ -23,7 +23,7 @@ def largest_logit(call: AttentionArgs, text: Tensor | None = None) -> Tensor:
     With context parallelism, gather the keys of all ranks, so all of them must call this.
     """
     if not isinstance(call.mask, ContextViews):
-        return _largest(call, text)
+        return _largest_of_block(call, text)
     views = call.mask
     key, value = gather_kv_without_grad(call.key, call.value, views.axis)
     largest_by_slice = []
@@ -36,11 +36,12 @@ def largest_logit(call: AttentionArgs, text: Tensor | None = None) -> Tensor:
         # The values are not cut, because logits do not depend on them.
         slice_call = call._replace(query=query, key=key[:, :, begin:end], value=value, mask=mask)
         slice_text = None if text_slices is None else text_slices[slice_index]
-        largest_by_slice.append(_largest(slice_call, slice_text))
+        largest_by_slice.append(_largest_of_block(slice_call, slice_text))
     return torch.stack(largest_by_slice).max()
 
 
-def _largest(call: AttentionArgs, text: Tensor | None) -> Tensor:
+def _largest_of_block(call: AttentionArgs, text: Tensor | None) -> Tensor:
+    """Return the largest logit of a call with all of its keys; `text` as above. Some queries are computed at a time."""
     mask, is_causal = call.visible()
     dtype = torch.promote_types(call.query.dtype, torch.float32)
     b, n, q, d = call.query.shape
@@ -53,10 +54,14 @@ def _largest(call: AttentionArgs, text: Tensor | None) -> Tensor:
         query = call.query.detach()[:, :, block].to(dtype)
         num_queries = query.shape[2]
         num_keys = begin + num_queries if is_causal else k  # later keys are hidden
+        # The n // g query heads of a group use the same key head.
         by_group = query.reshape(b, g, n // g, -1, d)
         logits = (by_group @ key[..., :num_keys]).view(b, n, -1, num_keys)
+        # Without a bias, only the maximum is scaled, below: one multiplication instead of one for each logit.
         if call.bias is not None:
             logits.mul_(call.scale).add_(call.bias.detach()[:, :, block])
+
+        # Logits of hidden keys and of padding become -inf, so they are never the largest.
         if is_causal:  # of the visible keys, only those of this block of queries may be later than a query
             visible = causal_mask(num_queries, num_queries, query.device)
             logits[..., begin:].masked_fill_(~visible, -torch.inf)
@@ -65,6 +70,8 @@ def _largest(call: AttentionArgs, text: Tensor | None) -> Tensor:
         if text is not None:
             logits.masked_fill_(~text[:, None, block, None], -torch.inf)
         maxima.append(logits.max())
+
     largest = torch.stack(maxima).max()
-    # With a bias, the logits were scaled before the bias was added.
-    return largest if call.bias is not None else largest * call.scale
+    if call.bias is not None:
+        return largest  # the logits are already scaled
+    return largest * call.scale

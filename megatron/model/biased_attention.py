@@ -60,6 +60,8 @@ def _list_pieces(query: Tensor, mask: Tensor | None, pieces: Pieces | None, by_r
 
 
 class _BiasedAttention(torch.autograd.Function):
+    """`biased_attention`, block by block. The backward pass computes the probabilities of each block again."""
+
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scope: Tensor | Pieces | None, scale: float
@@ -71,16 +73,18 @@ class _BiasedAttention(torch.autograd.Function):
         else:
             mask = scope
         ctx.scale = scale
-        ctx.bias_grad = None
+        ctx.bias_grad = None  # set by the first backward pass for a second one, see backward()
         ctx.save_for_backward(query, key, value, bias, mask)
         out = torch.empty_like(query)
         for piece in _list_pieces(query, mask, ctx.pieces, by_row=False):
-            visible = piece.visible(query.device)
             # torch's fused kernel rejects a bias that requires a gradient.
-            scores = bias.detach()[:, :, piece.queries, piece.keys]
-            scores = scores if visible is None else scores.masked_fill(~visible, -torch.inf)
+            attn_mask = bias.detach()[:, :, piece.queries, piece.keys]
+            visible = piece.visible(query.device)
+            if visible is not None:
+                attn_mask = attn_mask.masked_fill(~visible, -torch.inf)
             q, k, v = piece.cut(query, key, value)
-            piece.cut(out)[0].copy_(F.scaled_dot_product_attention(q, k, v, attn_mask=scores, scale=scale))
+            (piece_out,) = piece.cut(out)  # a view of `out`
+            piece_out.copy_(F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, scale=scale))
         return out
 
     @staticmethod
@@ -97,25 +101,27 @@ class _BiasedAttention(torch.autograd.Function):
         wide_bias = bias[0].to(compute_dtype)
         bias_grad = torch.zeros_like(bias, dtype=compute_dtype)
         for piece in _list_pieces(query, mask, ctx.pieces, by_row=True):
-            block = (slice(None), piece.queries, piece.keys)
-            visible = piece.visible(query.device)
-            (g,) = piece.cut(grad)
             # A piece has one row of the batch, so [0] drops the dimension of the batch.
-            q, k, v, g = (x[0].to(compute_dtype) for x in (*piece.cut(query, key, value), g))
-            scores = torch.baddbmm(wide_bias[block], q, k.mT, alpha=ctx.scale)
+            q, k, v = (x[0].to(compute_dtype) for x in piece.cut(query, key, value))
+            (piece_grad,) = piece.cut(grad)
+            out_grad = piece_grad[0].to(compute_dtype)
+
+            # Compute the probabilities again, as in the forward pass.
+            block = (slice(None), piece.queries, piece.keys)
+            scores = torch.baddbmm(wide_bias[block], q, k.mT, alpha=ctx.scale)  # bias + scale * q k^T
+            visible = piece.visible(query.device)
             if visible is not None:
                 scores.masked_fill_(~visible[0], -torch.inf)
             probabilities = torch.softmax(scores, -1)
-            score_grad = softmax_backward(g @ v.mT, probabilities)
+
+            score_grad = softmax_backward(out_grad @ v.mT, probabilities)
             bias_grad[0][block] += score_grad
-            grad_views = piece.cut(query_grad, key_grad, value_grad)
-            piece_grads = (
-                (score_grad @ k).mul_(ctx.scale),
-                (score_grad.mT @ q).mul_(ctx.scale),
-                probabilities.mT @ g,
-            )
-            for grad_view, piece_grad in zip(grad_views, piece_grads, strict=True):
-                grad_view.copy_(piece_grad)
+            # Views of this piece's part of the gradients.
+            q_grad, k_grad, v_grad = piece.cut(query_grad, key_grad, value_grad)
+            q_grad.copy_((score_grad @ k).mul_(ctx.scale))
+            k_grad.copy_((score_grad.mT @ q).mul_(ctx.scale))
+            v_grad.copy_(probabilities.mT @ out_grad)
+
         bias_grad = bias_grad.to(bias.dtype)
         if mpu.needs_grad(ctx, 3):  # input 3 is the bias
             return query_grad, key_grad, value_grad, bias_grad, None, None

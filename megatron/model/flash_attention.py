@@ -41,6 +41,8 @@ def _empty_like_linear(like: Tensor) -> Tensor:
 
 
 class _FlashAttention(torch.autograd.Function):
+    """`flash_attention`, which saves the output and the log-sum-exp of each query [b, n, q]."""
+
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float, axis: mpu.Axis | None
@@ -82,15 +84,23 @@ class _FlashAttention(torch.autograd.Function):
             value_grad.zero_()
         for piece in pieces.items:
             q, k, v = piece.cut(query, keys, values)
-            g, o, s = (piece.cut(x)[0] for x in (grad, out, log_sums))
-            piece_grads = flash_on_cpu_backward(g, q, k, v, o, s, piece.added(q.dtype), piece.causal, ctx.scale)
-            grad_views = piece.cut(query_grad, key_grad, value_grad)
-            # A piece adds to the gradients of query, key and value to which an earlier piece may have written.
-            accumulated = piece.adds_to_earlier, not pieces.each_key_once, not pieces.each_key_once
-            for grad_view, piece_grad, accumulates in zip(grad_views, piece_grads, accumulated, strict=True):
-                if accumulates:
-                    grad_view.add_(piece_grad)
-                else:
-                    grad_view.copy_(piece_grad)
+            (piece_grad,) = piece.cut(grad)
+            (piece_out,) = piece.cut(out)
+            (piece_log_sums,) = piece.cut(log_sums)
+            q_grad, k_grad, v_grad = flash_on_cpu_backward(
+                piece_grad, q, k, v, piece_out, piece_log_sums, piece.added(q.dtype), piece.causal, ctx.scale
+            )
+            # A piece adds to gradients to which an earlier piece may have written, and overwrites all others.
+            q_view, k_view, v_view = piece.cut(query_grad, key_grad, value_grad)
+            if piece.adds_to_earlier:
+                q_view.add_(q_grad)
+            else:
+                q_view.copy_(q_grad)
+            if pieces.each_key_once:
+                k_view.copy_(k_grad)
+                v_view.copy_(v_grad)
+            else:
+                k_view.add_(k_grad)
+                v_view.add_(v_grad)
         key_grad, value_grad = sum_repeated(key.shape[1], key_grad, value_grad)
         return query_grad, *reduce_scatter_grads(key_grad, value_grad, ctx.axis), None, None, None
