@@ -31,9 +31,11 @@ class Expert(ParallelMLP):
         super().__init__(replace(config, ff_hidden_size=width), output_std)
         down = self.dense_4h_to_h
         axis = down.axis
-        if down.bias is not None:  # each rank adds its part of the bias, so the parts of the gradient are summed
-            down.bias = mpu.declare(nn.Parameter(torch.zeros(config.hidden_size)), sequence=axis)
+        # forward() adds 1 / num_ranks of the bias on each rank, because the mixture sums the ranks' outputs. So each
+        # rank computes a part of the bias's gradient. Declared with `sequence`, these parts are summed.
         self.num_ranks = axis.size
+        if down.bias is not None:
+            down.bias = mpu.declare(nn.Parameter(torch.zeros(config.hidden_size)), sequence=axis)
         # The mixture communicates for all experts at once, so the layers of an expert must not.
         self.dense_h_to_4h.axis = down.axis = mpu.TRIVIAL_AXIS
 
@@ -99,21 +101,26 @@ def _grouped_matmul(rows: Tensor, weights: Iterable[Tensor], ends: Tensor) -> Te
     return cast(Tensor, _GroupedMatmul.apply(rows, ends, *weights))  # type: ignore[no-untyped-call]
 
 
+# These functions compute the matmul of a weighted sum, `weights @ outputs`, and those of its gradients as sums of
+# products. Compiled into one kernel, they are faster on CUDA than torch.bmm, which is slow for many tiny matmuls.
 def _sum_outputs(weights: Tensor, outputs: Tensor) -> Tensor:
+    """Sum outputs [n, k, h] by weights [n, 1, k]: [n, 1, h]. Sums are computed in at least fp32."""
     wide = torch.promote_types(outputs.dtype, torch.float32)
     return (weights.mT.to(wide) * outputs).sum(1, keepdim=True).to(outputs.dtype)
 
 
 def _gradient_of_weights(grad: Tensor, outputs: Tensor) -> Tensor:
+    """Return the gradient of the weights [n, 1, k] from grad [n, 1, h] and outputs [n, k, h]."""
     wide = torch.promote_types(outputs.dtype, torch.float32)
     return (outputs.to(wide) * grad).sum(-1).unsqueeze(1).to(outputs.dtype)
 
 
 def _gradient_of_outputs(weights: Tensor, grad: Tensor) -> Tensor:
+    """Return the gradient of the outputs [n, k, h] from weights [n, 1, k] and grad [n, 1, h]."""
     return weights.mT * grad
 
 
-# Batches of tiny matmuls are slow on CUDA.
+# First argument: compiled on CUDA. Second: used elsewhere.
 sum_outputs = Fused(_sum_outputs, torch.bmm)
 gradient_of_weights = Fused(_gradient_of_weights, lambda grad, outputs: torch.bmm(grad, outputs.mT))
 gradient_of_outputs = Fused(_gradient_of_outputs, lambda weights, grad: torch.bmm(weights.mT, grad))
@@ -146,19 +153,24 @@ class Mixture(nn.Module):
         self.model_axis = mesh.model
         self.sequence = mpu.sequence_axis()
         self.router = Router(config, f"{name}.router")
-        expert_width = config.expert_ff_size
-        num_shared = config.num_shared_experts
+        width = config.expert_ff_size
         self.num_experts = config.num_experts
+
+        # For example, of 8 experts on 2 ranks, rank 1 has the experts 4 to 7.
         axis = mesh.expert
         self.expert_axis = axis
         num_local = self.num_experts // axis.size
         first = axis.rank * num_local
         local_experts = range(first, first + num_local)
-        self.experts = nn.ModuleDict({str(i): Expert(config, output_std, expert_width) for i in local_experts})
+        self.experts = nn.ModuleDict({str(i): Expert(config, output_std, width) for i in local_experts})
         if axis.size > 1:
             for parameter in self.experts.parameters():  # tds sums their gradients over these ranks only
                 parameter.replica_group = mesh.expert_replicas.group  # type: ignore[attr-defined]
-        self.shared_expert = Expert(config, output_std, num_shared * expert_width) if num_shared else None
+
+        # One wide MLP computes the sum of all shared experts.
+        self.shared_expert: Expert | None = None
+        if config.num_shared_experts:
+            self.shared_expert = Expert(config, output_std, config.num_shared_experts * width)
         self.shared_gate: nn.Parameter | None = None
         if config.shared_expert_gate:
             gate = nn.Parameter(torch.empty(1, config.hidden_size))
@@ -214,5 +226,5 @@ class Mixture(nn.Module):
 
 
 def _gather_integers(x: Tensor, sequence: mpu.Axis) -> Tensor:
-    """Gather integers [s/t, b, k] of each rank into [s, b, k], without a gradient."""
+    """Gather integers [s/t, b, k] of each rank into [s, b, k], without a gradient; x without sequence parallelism."""
     return mpu.gather_from_sequence_parallel_region(x, sequence) if sequence.size > 1 else x

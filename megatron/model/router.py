@@ -104,19 +104,24 @@ class Router(nn.Module):
         config = self.config
         token_losses = logits.new_zeros(logits.shape[:-1])  # [s, b]
         if config.has_aux_loss and config.router_aux_loss:
+            # Fraction of the previous step's tokens that each expert had, e.g. [0.5, 0.25, 0.25, 0].
             shares = self.tokens / self.tokens.sum().clamp(min=1)
             shares = shares + (shares.sum() == 0) / len(shares)  # before the first step all are 0: make them 1 / e
             probabilities = scores
-            if config.router_score != "softmax":
+            if config.router_score != "softmax":  # sigmoids do not sum to 1
                 probabilities = scores / scores.sum(-1, keepdim=True)
             factor = config.router_aux_loss * len(shares)
             token_losses = token_losses + factor * (probabilities @ shares.to(scores.dtype))
         if config.router_z_loss:
             token_losses = token_losses + config.router_z_loss * logits.logsumexp(-1).square()
+
+        # Sum the losses of this rank's shard of the sequence, and divide by the number of tokens in all shards. The
+        # sum over the shards is then the mean over all tokens.
         if text is None:
             loss = token_losses.sum().view(1) / (token_losses.numel() * self.sequence.size)
         else:
-            loss = token_losses.masked_fill(~text.mask, 0.0).sum().view(1) / text.total.clamp(min=1.0)
+            text_losses = token_losses.masked_fill(~text.mask, 0.0)
+            loss = text_losses.sum().view(1) / text.total.clamp(min=1.0)  # there may be only padding
         if self.sequence.size == 1:
             return loss
         return mpu.reduce_from_model_parallel_region(loss, self.sequence)

@@ -45,19 +45,22 @@ def run_mixture(layer: TransformerLayer, x: Tensor, routing: RoutingState | None
 
 
 def with_router_loss(layers: Sequence[Layer]) -> list[Layer]:
-    """Add the routers' loss to what layers return, from the first layer with a mixture of experts on.
+    """Declare the routers' loss as an output of the layers, from the first layer with a mixture of experts on.
 
-    It is the last tensor, but before a table of relative positions.
+    Later layers pass it on, so that it reaches the end of the model. It is the last output, but before a table of
+    relative positions: ("hidden",) becomes ("hidden", "router_loss").
     """
     with_losses = []
     after_experts = False
     for layer in layers:
         after_experts = after_experts or layer.routes
-        if after_experts:  # the loss of earlier routers must reach the end of the model
-            *names, last = layer.outputs
-            last_names = ("router_loss", last) if last == "table" else (last, "router_loss")
-            call = _logits_and_loss if last == "logits" else layer.call
-            layer = replace(layer, call=call, outputs=(*names, *last_names))
+        if after_experts:
+            outputs = list(layer.outputs)
+            position = len(outputs) - (outputs[-1] == "table")
+            outputs.insert(position, "router_loss")
+            # Transformer layers return the loss themselves; the word embedding returns only the logits.
+            call = _logits_and_loss if "logits" in outputs else layer.call
+            layer = replace(layer, call=call, outputs=tuple(outputs))
         with_losses.append(layer)
     return with_losses
 
