@@ -36,13 +36,15 @@ class LayerStack(LayerRunner, nn.Module):
         for i, (layer, name) in enumerate(zip(layers, self.layer_names, strict=True)):
             call: Callable[..., Any] = _raise_not_built
             if own is None or i in own:
-                modules: dict[str, Any] = dict(self._built_layers)
                 # Tied layers have the same name and share one module.
-                module = modules[name] if name in modules else self._build(layer, name, seed)
+                module = dict(self._built_layers).get(name)
+                if module is None:
+                    module = self._build(layer, name, seed)
                 call = partial(layer.call, module) if layer.call else module
             self.steps.append((layer, call))
 
     def _build(self, layer: Layer, name: str, seed: int) -> nn.Module:
+        """Build a layer, register it under `name`, and initialise its parameters."""
         module = layer.build(seed)
         attach(self, name, module)
         self._built_layers.append((name, module))

@@ -143,6 +143,7 @@ def cached_on(owner: Tensor, key: tuple[Any, ...], make: Callable[[], Found], ot
 
 
 def _build_document_mask(query_ids: Tensor, key_ids: Tensor | None, causal: bool) -> Tensor:
+    """Build the mask [b, 1, q, k] of `document_mask` from ids [b, q] and [b, k]."""
     query = query_ids.unsqueeze(2)  # [b, q, 1]
     key = (query_ids if key_ids is None else key_ids).unsqueeze(1)  # [b, 1, k]
     visible = query == key
@@ -173,20 +174,18 @@ def mask_function(window: int | None, role: DocumentRole, context: mpu.Axis) -> 
     window: number of last tokens that a query sees, None for all. context: ranks that shard a sequence.
     """
 
-    def documents(ids: Tensor, length: int, num_cached: int) -> Any:  # without a window only `ids` matter
+    def documents(ids: Tensor) -> Documents | None:
         return document_scope(ids, causal=True) if role.restricts_attention else None
 
     if context.size > 1:
         from .context_attention import build_context_views
 
-        return lambda ids, length, cached: build_context_views(
-            ids, length, window, documents(ids, length, cached), context
-        )
+        return lambda ids, length, _: build_context_views(ids, length, window, documents(ids), context)
     if window is not None:
         from .window_masks import window_mask
 
-        return lambda ids, length, cached: window_mask(ids, length, cached, window, documents(ids, length, cached))
-    return documents
+        return lambda ids, length, num_cached: window_mask(ids, length, num_cached, window, documents(ids))
+    return lambda ids, *_: documents(ids)
 
 
 def positions_in_documents(document_ids: Tensor) -> Tensor:

@@ -50,6 +50,8 @@ class Recipe:
 
 
 class _RecomputedView(NamedTuple):
+    """What autograd saves in place of a tensor: the recipe of the memory that it views, and its place in it."""
+
     recipe: Recipe
     size: torch.Size
     stride: tuple[int, ...]
@@ -62,21 +64,27 @@ def save_recipe_for(*results: tuple[Recipe | None, Tensor | None]) -> Iterator[N
 
     results: pairs (recipe, tensor). If the recipe is None, autograd saves the tensor itself.
     """
-    recipes = {out.untyped_storage().data_ptr(): recipe for recipe, out in results if recipe and out is not None}
+    recipes = {}  # by the memory of the tensor, which its views share
+    for recipe, tensor in results:
+        if recipe and tensor is not None:
+            recipes[tensor.untyped_storage().data_ptr()] = recipe
     if not recipes:
         yield
         return
 
     def pack(tensor: Tensor) -> Any:
         recipe = recipes.get(tensor.untyped_storage().data_ptr())
+        if recipe:
+            return recipe.register_view(tensor)
         # An operation's own output would refer to the operation, and such a cycle is not always freed.
-        return recipe.register_view(tensor) if recipe else tensor.detach()
+        return tensor.detach()
 
     with saved_tensors_hooks(pack, _unpack):
         yield
 
 
 def _unpack(saved: Any) -> Tensor:
+    """Return the tensor that `save_recipe_for` saved, recomputed if a recipe was saved in its place."""
     if not isinstance(saved, _RecomputedView):
         return saved  # type: ignore[no-any-return]
     return saved.recipe.take_result().as_strided(saved.size, saved.stride, saved.offset)

@@ -152,7 +152,7 @@ def rotate_into(out: Tensor, x: Tensor, angles: Rotation | None, inverse: bool =
     out_first = out[..., :half]
     out_second = out[..., half : 2 * half]
     torch.mul(first, cos, out=out_first)
-    out_first.addcmul_(second, sin, value=-sign)
+    out_first.addcmul_(second, sin, value=-sign)  # first * cos - second * sin
     torch.mul(second, cos, out=out_second)
-    out_second.addcmul_(first, sin, value=sign)
+    out_second.addcmul_(first, sin, value=sign)  # second * cos + first * sin
     out[..., 2 * half :].copy_(x[..., 2 * half :])
