@@ -30,11 +30,13 @@ def compiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, 
 
 @torch.library.custom_op("megatron::second_product", mutates_args=())
 def _matmul_op(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute x W^T + b, [..., i] -> [..., o], by the second kernel."""
     return matmul(x, weight, bias, second_kernel=True)
 
 
 @torch.library.custom_op("megatron::second_transposed_product", mutates_args=())
 def _transposed_matmul_op(x: Tensor, y: Tensor) -> Tensor:
+    """Compute x^T y, [n, o] and [n, i] -> [o, i], by the second kernel."""
     return transposed_matmul(x, y, second_kernel=True)
 
 
@@ -55,13 +57,15 @@ def _save_factors(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _matmul_op_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     needs_input, needs_weight, needs_bias = ctx.needs_input_grad
-    flat_grad = grad.reshape(-1, grad.shape[-1])
-    return (
-        # `_matmul_op` transposes its second factor, so this is grad times weight.
-        _matmul_op(grad, weight.t(), None) if needs_input else None,
-        _transposed_matmul_op(flat_grad, x.reshape(-1, x.shape[-1])) if needs_weight else None,
-        flat_grad.sum(0) if needs_bias else None,
-    )
+    flat_grad = grad.reshape(-1, grad.shape[-1])  # [tokens, o]
+    input_grad = weight_grad = bias_grad = None
+    if needs_input:
+        input_grad = _matmul_op(grad, weight.t(), None)  # grad times weight: the operation transposes its second factor
+    if needs_weight:
+        weight_grad = _transposed_matmul_op(flat_grad, x.reshape(-1, x.shape[-1]))
+    if needs_bias:
+        bias_grad = flat_grad.sum(0)
+    return input_grad, weight_grad, bias_grad
 
 
 _matmul_op.register_autograd(_matmul_op_backward, setup_context=_save_factors)

@@ -20,12 +20,16 @@ def _max_and_log_sum(logits: Tensor, dtype: torch.dtype) -> Tensor:
     """Return [2, n] in `dtype` for logits [n, v]: the largest logit of each row, and log sum exp(logit - largest)."""
     logits = logits.to(dtype)
     max_logit = logits.amax(dim=-1)
-    return torch.stack([max_logit, (logits - max_logit.unsqueeze(-1)).exp().sum(dim=-1).log()])
+    log_sum = (logits - max_logit.unsqueeze(-1)).exp().sum(dim=-1).log()
+    return torch.stack([max_logit, log_sum])
 
 
-max_and_log_sum = Fused(
-    _max_and_log_sum, lambda x, dtype: torch.cat([_max_and_log_sum(x[chunk], dtype) for chunk in token_chunks(x)], 1)
-)
+def _max_and_log_sum_in_chunks(logits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `_max_and_log_sum`, of which a few tokens at a time have logits in `dtype`."""
+    return torch.cat([_max_and_log_sum(logits[chunk], dtype) for chunk in token_chunks(logits)], 1)
+
+
+max_and_log_sum = Fused(_max_and_log_sum, _max_and_log_sum_in_chunks)
 
 
 def fused_losses(logits: Tensor, real_rows: int, target: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
@@ -44,7 +48,8 @@ def fused_losses(logits: Tensor, real_rows: int, target: Tensor, axis: Axis) -> 
         # A rank that holds only padding must not raise the maximum: its largest logit is minus infinity.
         own_max = max_logit if real_rows else max_logit - torch.inf
         max_logit = max_over_ranks(own_max, logits, axis)
-        # The log sum of a token all of whose logits on this rank are minus infinity is NaN; they contribute nothing.
+        # If all logits of a token on this rank are minus infinity, its log sum is NaN. Any finite number does instead,
+        # since exp(-inf + number) is 0 below.
         log_sum = log_sum.masked_fill(own_max == -torch.inf, 0.0)
         # Adding own_max - max_logit makes this rank's log sum relative to the maximum over all ranks.
         own_sum = (own_max - max_logit + log_sum).exp()
@@ -68,6 +73,7 @@ def _write_gradient(
 
 
 def _write_in_chunks(logits: Tensor, *token_values: Tensor) -> Tensor:
+    """Do what `_write_gradient` does, a few tokens at a time, so that its temporary tensors are small."""
     for chunk in token_chunks(logits):
         _write_gradient(logits[chunk], *(values[chunk] for values in token_values))
     return logits

@@ -119,6 +119,8 @@ def _add_matmul(total: Tensor | None, x: Tensor, weight: Tensor, second_kernel: 
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
+    """`DeferredLogits.summed_loss` of hidden [s, b, h], or [s/t, b, h], with target and weights [n]."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -131,13 +133,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         deferred: DeferredLogits,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
+        is_fp16 = hidden.dtype == torch.float16
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         flat_hidden = _gather_tokens(deferred)
         hidden_grad = torch.empty_like(flat_hidden) if needs_hidden else None
         weight_grad = None
         losses = torch.empty_like(target, dtype=dtype)
         z_losses = torch.empty_like(losses)
-        grad_scale = FP16_GRAD_SCALE if hidden.dtype == torch.float16 else 1.0
+        grad_scale = FP16_GRAD_SCALE if is_fp16 else 1.0
         for rows, logits in _logits_chunks(deferred, flat_hidden):
             losses[rows], z_losses[rows], state = compute_losses(
                 logits, target[rows], vocab_size, deferred.axis, z_loss=z_loss
@@ -149,11 +152,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if hidden_grad is not None:
                 hidden_grad[rows] = matmul(chunk_grad, weight.t(), None, second_kernel.input_grad)
             if needs_weight:
-                # A sum over many tokens would overflow fp16; a mean does not. Dividing by a power of 2 is exact, so
-                # the divisor is the number of tokens rounded up to one: 8 for 5 to 8 tokens. Only fp16 needs it.
-                divisor = 2.0 ** (len(x) - 1).bit_length() if grad_scale != 1.0 else 1.0
-                scaled_x = x / divisor if divisor != 1.0 else x
-                weight_grad = _add_matmul(weight_grad, chunk_grad.t(), scaled_x.t(), second_kernel.weight_grad, divisor)
+                divisor = 1.0
+                if is_fp16:
+                    # A sum over many tokens would overflow fp16; a mean does not. Dividing by a power of 2 is exact, so
+                    # the divisor is the number of tokens rounded up to one: 8 for 5 to 8 tokens.
+                    divisor = 2.0 ** (len(x) - 1).bit_length()
+                    x = x / divisor
+                weight_grad = _add_matmul(weight_grad, chunk_grad.t(), x.t(), second_kernel.weight_grad, divisor)
             del logits, chunk_grad  # their memory is free before the logits of the next chunk exist
         ctx.hidden_grad = None if hidden_grad is None else hidden_grad.view(-1, *hidden.shape[1:])
         ctx.weight_grad = weight_grad

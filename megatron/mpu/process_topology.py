@@ -17,8 +17,8 @@ class ProcessTopology:
     ) -> str:
         """Return a name of `rank` for file names, e.g. `model_01`."""
         coord = self.get_coord(rank)
-        kept = [axis for axis in self.get_axis_names() if axis not in frozenset(omit_axes)]
-        return outer_sep.join(f"{axis}{inner_sep}{getattr(coord, axis):02d}" for axis in kept)
+        shown_axes = [axis for axis in self.get_axis_names() if axis not in frozenset(omit_axes)]
+        return outer_sep.join(f"{axis}{inner_sep}{getattr(coord, axis):02d}" for axis in shown_axes)
 
     def filter_match(self: Any, **wanted: int) -> list[int]:
         """Return the ranks with all given coordinates, in ascending order; `filter_match(pipe=0)` is the first stage.
@@ -60,6 +60,7 @@ class ProcessTopology:
 
     def _consecutive_groups(self: Any, group_size: int) -> list[list[int]]:
         """Return the data-parallel groups, cut into blocks of `group_size` ranks."""
+        # For example, the data-parallel group [0, 2, 4, 6] in blocks of 2 gives [0, 2] and [4, 6].
         groups = []
         for ranks in self.lines("data"):
             for begin in range(0, self.data, group_size):
@@ -67,9 +68,10 @@ class ProcessTopology:
         return groups
 
     def expert_replicas(self: Any) -> list[list[int]]:
-        """Return the groups of ranks that hold the same experts."""
+        """Return the groups of ranks that hold the same experts: those with one index in their expert groups."""
+        # For example, the expert groups [0, 2] and [4, 6] of a data-parallel group [0, 2, 4, 6] give [0, 4] and [2, 6].
         groups = []
         for ranks in self.lines("data"):
             for expert_rank in range(self.expert):
-                groups.append(ranks[expert_rank :: self.expert])  # every rank with this index in its expert group
+                groups.append(ranks[expert_rank :: self.expert])
         return groups

@@ -86,13 +86,14 @@ class RngStreams:
 
     @contextmanager
     def _replay(self, state: tuple[dict[str, int], int]) -> Iterator[None]:
-        saved = self._draws, self.iteration
+        """Repeat the draws that followed `state` inside the block, then continue where the streams were before."""
+        state_before = self.get_state()
         self.set_state(state)
         self.recomputing = True
         try:
             yield
         finally:
-            self._draws, self.iteration = saved
+            self.set_state(state_before)
             self.recomputing = False
 
     def get_state(self) -> tuple[dict[str, int], int]:
