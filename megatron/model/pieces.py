@@ -83,6 +83,7 @@ def pieces_of(documents: Documents) -> Pieces | None:
 
 
 def _build_document_pieces(documents: Documents) -> Pieces | None:
+    """Build the result of `pieces_of`: a piece for each document of each row, tiny documents merged."""
     query_ids, given_key_ids, causal = documents
     if causal and bool((query_ids < 0).any()):
         return None  # attention in both directions within a prefix needs a mask
@@ -100,20 +101,27 @@ def _build_document_pieces(documents: Documents) -> Pieces | None:
             return None  # text follows the padding
         # Queries whose document has no keys see all text, or all keys of a row of padding only.
         text_span = (0, padding_begin or length)
-        rows = slice(row, row + 1)
-        open_pieces = []
-        end_of_keys = 0
-        for document_id, query_span in query_spans.items():
-            key_span = key_spans.get(document_id, text_span)
-            each_key_once = each_key_once and key_span[0] == end_of_keys  # no gap between the pieces' keys
-            end_of_keys = key_span[1]
-            open_pieces.append(Piece(rows, slice(*query_span), slice(*key_span), causal=causal))
-            if document_id not in key_spans:  # other documents may not share its piece
-                finished += [*merge_short(open_pieces[:-1], query_ids, key_ids), open_pieces[-1]]
-                open_pieces = []
-        each_key_once = each_key_once and end_of_keys == length
-        finished += merge_short(open_pieces, query_ids, key_ids)
+        seen_spans = [key_spans.get(document_id, text_span) for document_id in query_spans]
+        each_key_once = each_key_once and _cover_once(seen_spans, length)
+
+        mergeable = []
+        for (document_id, query_span), key_span in zip(query_spans.items(), seen_spans, strict=True):
+            piece = Piece(slice(row, row + 1), slice(*query_span), slice(*key_span), causal=causal)
+            if document_id in key_spans:
+                mergeable.append(piece)
+            else:  # it sees other documents, so no other document may share its piece
+                finished += [*merge_short(mergeable, query_ids, key_ids), piece]
+                mergeable = []
+        finished += merge_short(mergeable, query_ids, key_ids)
     return Pieces(tuple(finished), each_key_once)
+
+
+def _cover_once(spans: Sequence[tuple[int, int]], length: int) -> bool:
+    """Return whether the spans (begin, end), in this order, cover the numbers from 0 to `length` once."""
+    # For example, the spans (0, 3) and (3, 8) begin at 0 and 3 and end at 3 and 8. So each begins where the last ended.
+    begins = [begin for begin, _ in spans]
+    ends = [end for _, end in spans]
+    return [*begins, length] == [0, *ends]
 
 
 def _context_pieces(views: ContextViews, num_rows: int) -> Pieces | None:
@@ -166,6 +174,7 @@ def _pieces_of_slices(views: ContextViews, row: slice, documents: list[tuple[int
 def merge_short(documents: Sequence[Piece], query_ids: Tensor, key_ids: Tensor, query_offset: int = 0) -> list[Piece]:
     """Merge neighbouring documents of one row into pieces of at most MERGED_SIZE x MERGED_SIZE scores.
 
+    For example, documents of 30, 20 and 50 tokens become pieces of 50 tokens each; the first has a mask.
     query_ids, key_ids: document ids [b, s] of the queries and the keys. query_offset: number that is added to a token's
     index in `query_ids` to get its index among the queries.
     """
@@ -180,6 +189,7 @@ def merge_short(documents: Sequence[Piece], query_ids: Tensor, key_ids: Tensor, 
                 pieces[-1] = piece._replace(queries=queries, keys=keys)
                 continue
         pieces.append(piece)
+
     for i in merged_indices:
         piece = pieces[i]
         row = piece.row.start
