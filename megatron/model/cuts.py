@@ -56,6 +56,8 @@ def balanced_cuts(layers: Sequence[Layer], num_ranges: int, recomputed: bool) ->
     unless there are more ranges than layers with work. If no layer has counted work, all layers weigh the
     same.
     """
+    # A unit is a layer with work and the layers without work before it. For example, if the layers have the work
+    # [0, 5, 5, 0, 9], the units end at the layers 2, 3 and 5, and cost as much as 5, 5 and 9.
     ends = [end for end, layer in enumerate(layers, start=1) if layer.work]
     has_work = bool(ends)
     # With too few layers of work, or without work in the last one, each layer is a unit of its own.
@@ -64,10 +66,12 @@ def balanced_cuts(layers: Sequence[Layer], num_ranges: int, recomputed: bool) ->
     costs = []
     for end in ends:
         layer = layers[end - 1]
-        passes = FORWARD_TWICE_AND_BACKWARD if recomputed and layer.repeated else FORWARD_AND_BACKWARD
-        costs.append(float(layer.work * passes) if has_work else 1.0)
+        cost = 1.0
+        if has_work:
+            passes = FORWARD_TWICE_AND_BACKWARD if recomputed and layer.repeated else FORWARD_AND_BACKWARD
+            cost = float(layer.work * passes)
+        costs.append(cost)
+
+    # Cuts between units become cuts between layers: a range begins where the unit before it ends.
     _, *cuts = cut_by_time(costs, num_ranges)  # the first range begins at 0
-    starts = [0]
-    for cut in cuts:
-        starts.append(ends[cut - 1])
-    return starts
+    return [0, *[ends[cut - 1] for cut in cuts]]

@@ -22,11 +22,14 @@ def mlp_work(m: ModelConfig, layer: int) -> int:
 
 def idle_weights(m: ModelConfig) -> int:
     """Return the number of parameters of a decoder-only model's experts to which a given token is not sent."""
+    if m.num_experts is None:
+        return 0
     layers = sum(map(m.has_experts, range(m.num_layers)))
-    gates = 2 if m.is_gated else 1
-    idle = (m.num_experts or 0) - m.experts_per_token if layers else 0
-    biases = (gates * m.expert_ff_size + m.hidden_size) * m.hidden_bias  # 0 without --hidden-bias
-    return layers * idle * (m.hidden_size * m.expert_ff_size * (gates + 1) + biases)
+    idle_experts = m.num_experts - m.experts_per_token
+    up_width = m.expert_ff_size * (2 if m.is_gated else 1)  # gate and value
+    matrices = m.hidden_size * (up_width + m.expert_ff_size)
+    biases = (up_width + m.hidden_size) * m.hidden_bias  # 0 without --hidden-bias
+    return layers * idle_experts * (matrices + biases)
 
 
 def block_work(m: ModelConfig, tokens: int, layer: int, encoded: int = 0) -> int:
