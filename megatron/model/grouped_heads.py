@@ -97,7 +97,8 @@ def _part_buffers(buffer: Tensor, views: list[Tensor]) -> list[Tensor]:
     for part_buffer, part in zip(torch.split(buffer, sizes), views, strict=True):
         s, *middle, d = part.shape
         if buffer.device.type == "cpu":
-            part_buffer = part_buffer.view(*middle, s, d).permute(3, 0, 1, 2, 4)  # [b, g, part, s, d] to [s, b, ...]
+            # Memory in the order [b, g, part, s, d], viewed as [s, b, g, part, d].
+            part_buffer = part_buffer.view(*middle, s, d).permute(3, 0, 1, 2, 4)
         buffers.append(part_buffer.view(part.shape))
     return buffers
 
@@ -108,11 +109,13 @@ def _part_views(by_group: Tensor, parts: Parts) -> Iterator[Tensor]:
     The backward pass writes into the views in place. Autograd permits this for a newly created view, so each view is
     created only when it is requested.
     """
+    # For example, the parts (4, 1, 1) end at the heads 4, 5 and 6 of a group, and begin at 0, 4 and 5.
     for part, end in zip(parts, accumulate(parts), strict=True):
         yield by_group.narrow(3, end - part, part)
 
 
 def _angles_by_part(parts: Parts, angles: Rotation | None) -> tuple[Rotation | None, ...]:
+    """Return the rotation of each part; None for a part that does not rotate."""
     return (angles, angles, None)[: len(parts)]  # queries and keys rotate, values do not
 
 
@@ -178,16 +181,11 @@ class _SplitGrouped(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        fused: Tensor,
-        groups: int,
-        size: int,
-        parts: Parts,
-        angles: Rotation | None,
+        ctx: Any, fused: Tensor, groups: int, size: int, parts: Parts, angles: Rotation | None
     ) -> tuple[Tensor, ...]:
         ctx.parts = parts
         ctx.angles = angles
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # a part without a gradient has None in backward(), not zeros
         by_group = view_by_group(fused, groups, size)
         ctx.shape = by_group.shape
         return _split_parts(by_group, parts, angles)

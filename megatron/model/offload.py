@@ -50,6 +50,7 @@ class CopyStream:
         return self._pending(device_copy)
 
     def _pending(self, result: Tensor) -> PendingCopy:
+        """Return the copy whose result is written by the work that this stream has been given so far."""
         done = self.stream.record_event()
 
         def wait() -> None:
@@ -177,6 +178,7 @@ def offloaded(training: bool = True) -> Iterator[None]:
             return tensor.detach()
         if layer is None:
             layer = LayerActivations(copy_streams(tensor.device))
+        # Copy a storage once for all tensors in it, unless it was changed between two of them.
         storage = tensor.untyped_storage()
         key = storage.data_ptr(), version_counter(tensor)
         if key not in copied:
@@ -190,7 +192,10 @@ def offloaded(training: bool = True) -> Iterator[None]:
             layer, storage_copy, number, tensor.dtype, tensor.device, offset, tensor.shape, tensor.stride()
         )
 
-    with saved_tensors_hooks(pack, lambda saved: saved.restore() if isinstance(saved, OffloadedTensor) else saved):
+    def unpack(saved: Tensor | OffloadedTensor) -> Tensor:
+        return saved.restore() if isinstance(saved, OffloadedTensor) else saved
+
+    with saved_tensors_hooks(pack, unpack):
         yield
     for (_, saved_version), (tensor, _) in copied.items():
         if version_counter(tensor) != saved_version:
@@ -205,7 +210,9 @@ def offloaded(training: bool = True) -> Iterator[None]:
 
 
 def _stays_on_device(tensor: Tensor) -> bool:
-    return isinstance(base_of(tensor), nn.Parameter) or tensor.nbytes < MIN_BYTES or not _is_accelerator(tensor.device)
+    """Return whether a tensor is not offloaded: a weight or a view of one, a small tensor, or one on the host."""
+    is_weight = isinstance(base_of(tensor), nn.Parameter)
+    return is_weight or tensor.nbytes < MIN_BYTES or not _is_accelerator(tensor.device)
 
 
 def _is_accelerator(device: torch.device) -> bool:
