@@ -54,7 +54,7 @@ class NoPipeEngine:
         self.data = mpu.get_mesh().data
         # Without ZeRO, this class clips gradients itself. DeepSpeed does not report the gradient norm by which it
         # clips. With several model-parallel ranks, this norm also differs from the norm of mpu.clip_grad_norm.
-        self.own_clip = resolved.clip_grad if resolved.zero_stage == 0 else None
+        self.clips_all_gradients = resolved.zero_stage == 0
         self.reducer: GradReducer | tds.DistributedOptimizer | None = engine.distributed
         if resolved.overlap_grad_reduce:
             zero_state.disable_reduction(engine)
@@ -85,6 +85,8 @@ class NoPipeEngine:
         engine.train()
         micro_batches, counts = self._read_batches(batches, gas)
         self._pass_mean_targets(counts, gas)
+
+        # Sums over the micro-batches of this replica.
         loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
         aux: defaultdict[str, Any] = defaultdict(float)
         for batch in micro_batches[:-1]:
@@ -92,18 +94,21 @@ class NoPipeEngine:
             # `loss` is a sum over targets. This scale makes the gradients those of the mean over the global batch.
             self._backward(loss, self.factor(gas) / _num_targets(counts), last=False)
         loss = self._forward(micro_batches[-1], loss_sum, aux)
+
         # The losses are complete, so their sum over the replicas travels during the last backward pass.
         names = self._require_same_names(aux, "training")
-        pending_sums = PendingSum(torch.stack([loss_sum, *(aux[name] for name in names)]), self.data)
+        aux_sums = [aux[name] for name in names]
+        pending_sums = PendingSum(torch.stack([loss_sum, *aux_sums]), self.data)
         num_targets = _num_targets(counts)
         self._backward(loss, self.factor(gas) / num_targets, last=True)
-        loss, *aux_losses = (pending_sums.wait() / num_targets).unbind()
+        mean_loss, *aux_means = (pending_sums.wait() / num_targets).unbind()
+
         with self.timers("optimizer"):
-            norm = self._clip(engine, loss)
+            norm = self._clip(engine, mean_loss)
             engine.step()
         if norm is None:  # DeepSpeed has clipped in `step`, which also measured the norm
             norm = engine.get_global_grad_norm()
-        return end_step(engine, loss, norm, dict(zip(names, aux_losses, strict=True)))
+        return end_step(engine, mean_loss, norm, dict(zip(names, aux_means, strict=True)))
 
     def _pass_mean_targets(self, counts: "PendingSum", gas: int) -> None:
         """Give the loss function the mean number of targets of a micro-batch, if it asks for it."""
@@ -157,7 +162,7 @@ class NoPipeEngine:
         guard = engine.spike_guard
         if guard:
             guard.begin(loss)
-        if self.own_clip is not None:  # without ZeRO
+        if self.clips_all_gradients:
             norm = mpu.grad_norm(engine.module.parameters())
         elif engine.distributed:  # tds' DistributedOptimizer: each rank holds a share of the gradients
             norm = self._norm_of_shares(engine)
@@ -165,11 +170,11 @@ class NoPipeEngine:
             return None
         if guard:
             norm = guard.inf_if_spike(norm)
-        if self.own_clip is None:
-            engine.distributed.clip(norm, self.clip_grad)
-        else:
+        if self.clips_all_gradients:
             gradients = [grad_values(p) for p in engine.module.parameters() if p.grad is not None]
-            clip_in_step(engine.optimizer, gradients, norm, self.own_clip)
+            clip_in_step(engine.optimizer, gradients, norm, self.clip_grad)
+        else:
+            engine.distributed.clip(norm, self.clip_grad)
         return norm
 
     def _watch_step(self, part: str) -> AbstractContextManager[None]:
@@ -233,7 +238,8 @@ class NoPipeEngine:
 
     def _aux(self) -> dict[str, Tensor]:
         """Return name -> additional loss of the last micro-batch."""
-        # For a model without this method, `dict()` is called instead, which returns no losses.
+        # For a model without this method, `dict()` is called instead, which returns no losses. The method may return
+        # None.
         return getattr(self.deepspeed.module, "get_additional_losses", dict)() or {}
 
     def busy(self, timed: Mapping[str, float]) -> float:
