@@ -47,17 +47,19 @@ class DeferredWeightGrads:
     def run(self) -> None:
         """Accumulate the gradients of the weights into their `.grad`. Call it once."""
         for fork, grads in self._recorded:
+            # Start a backward pass at the outputs of the fork that have a gradient.
             edges = []
-            arrived = []
+            start_grads = []
             for number, grad in enumerate(grads):
                 if grad is not None:
                     edges.append(GradientEdge(fork.node, number))
-                    arrived.append(grad)
-            # The hooks of this node's tensors run again here and may change `arrived`, as they did in the first pass.
-            # The prehook runs after them, and autograd goes on with what it returns: the recorded gradients.
+                    start_grads.append(grad)
+            # The recorded gradients have passed the hooks of this node's tensors, such as a hook that doubles them.
+            # Here these hooks run again and change `start_grads`. The prehook runs after them and undoes this: autograd
+            # continues with the gradients that the prehook returns.
             handle = fork.node.register_prehook(lambda _, recorded=tuple(grads): recorded)
             try:
-                torch.autograd.backward(edges, arrived, retain_graph=True, inputs=fork.weights)  # type: ignore[call-overload]
+                torch.autograd.backward(edges, start_grads, retain_graph=True, inputs=fork.weights)  # type: ignore[call-overload]
             finally:
                 handle.remove()
         self._recorded = []
@@ -108,19 +110,21 @@ def _forks(roots: Sequence[Node], inputs: Sequence[Tensor], order: Sequence[Node
     order: all nodes, each after the nodes that its edges lead to.
     """
     nodes_to_inputs, weights_below = _find_paths(inputs, order)
+    possible_forks = [node for node in order if node in nodes_to_inputs]
+    # No fork leads to the weights of outputs that do not depend on the inputs, and a compiled layer is no fork.
+    undeferred_nodes = [node for node in roots if node not in nodes_to_inputs]
+    undeferred_nodes += [node for node in possible_forks if node.name().startswith(COMPILED)]
+
+    # A weight can be deferred if exactly one fork leads to it.
     uses: Counter[int] = Counter()  # id of a weight -> number of forks that lead to it
     weights = Weights()
-    # No fork leads to the weights of outputs that do not depend on the inputs, and a compiled layer is no fork.
-    undeferred = [node for node in roots if node not in nodes_to_inputs]
-    possible_forks = [node for node in order if node in nodes_to_inputs]
     for node in possible_forks:
         uses.update(weights_below[node].keys())
         weights |= weights_below[node]
-        if node.name().startswith(COMPILED):
-            undeferred.append(node)
-    for node in undeferred:
-        uses.update(dict.fromkeys(weights_below[node], 2))  # as if several forks led to them
+    for node in undeferred_nodes:
+        uses.update(dict.fromkeys(weights_below[node], 2))  # as if two forks led to them, so they are not deferred
         weights |= weights_below[node]
+
     forks = []
     for node in possible_forks:
         fork_weights = [weight for key, weight in weights_below[node].items() if uses[key] == 1]
@@ -179,6 +183,7 @@ class SplitBackward:
     _reduction: Any
 
     def _backward_input(self, instruction: Any) -> None:
+        """Compute the gradients of a micro-batch's inputs, and keep what `_backward_weight` needs."""
         microbatch = self._step.microbatches[instruction.micro_chunk]
         roots, grads = microbatch.take_roots()
         if roots:
@@ -187,6 +192,7 @@ class SplitBackward:
                 microbatch.deferred = backward_input(roots, grads or [None], inputs)
 
     def _backward_weight(self, instruction: Any) -> None:
+        """Compute the gradients of the weights that `_backward_input` has deferred for this micro-batch."""
         microbatch = self._step.microbatches[instruction.micro_chunk]
         deferred = microbatch.deferred
         microbatch.deferred = None
