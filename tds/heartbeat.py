@@ -61,6 +61,7 @@ def _start_thread(function: Any, *args: Any) -> None:
 
 
 def _listen() -> socket.socket:
+    """Return a socket that listens on a free port, for IPv6 and IPv4 if this host has both."""
     with contextlib.suppress(OSError):
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
     return socket.create_server(("", 0), backlog=1024)  # this host has no IPv6
@@ -82,7 +83,7 @@ def _enable_keepalive(connection: socket.socket, seconds: float) -> None:
 
 
 def _watch_connections(listener: socket.socket, seconds: float) -> None:
-    """Announce a fault when a host has fallen silent; on rank 0."""
+    """Accept connections of the other ranks on rank 0, and announce a fault when the host of one has fallen silent."""
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
     while True:
@@ -93,31 +94,32 @@ def _watch_connections(listener: socket.socket, seconds: float) -> None:
                 with contextlib.suppress(OSError):
                     accepted = listener.accept()[0]
                     _enable_keepalive(accepted, seconds)
-                    selector.register(accepted, selectors.EVENT_READ, bytearray())
-            elif not _is_open(connection, key.data, seconds):
+                    selector.register(accepted, selectors.EVENT_READ, data=bytearray())  # for the name of its host
+            elif not _read_host_name(connection, key.data, seconds):
                 selector.unregister(connection)
                 connection.close()
 
 
-def _is_open(connection: socket.socket, hello: bytearray, seconds: float) -> bool:
-    """Read from a connection, appending to `hello`; return False after its end, and announce the host if it is silent.
+def _read_host_name(connection: socket.socket, host_name: bytearray, seconds: float) -> bool:
+    """Append to `host_name` what a connection has received; return False if the connection has ended.
 
-    If the process of the other side has ended, its watchdog or another rank reports that; or it connects again.
+    If it has ended because its host is silent, announce that. If the process of the other side has ended, its watchdog
+    or another rank reports that; or it connects again.
     """
     try:
         received = connection.recv(4096)
     except OSError as error:
         if error.errno in SILENT_ERRORS:
-            _announce(hello, seconds)
+            _announce(host_name, seconds)
         return False
-    hello.extend(received)
+    host_name.extend(received)
     return bool(received)
 
 
-def _announce(hello: bytearray, seconds: float) -> None:
-    """Announce that the host that sent `hello` is silent."""
-    with contextlib.suppress(Exception):  # without a hello, or without a store, rank 0 has nothing to announce
-        host = json.loads(hello)
+def _announce(host_name: bytearray, seconds: float) -> None:
+    """Announce that a host is silent. host_name: what `_connect` has sent, the name as JSON."""
+    with contextlib.suppress(Exception):  # without a name, or without a store, rank 0 has nothing to announce
+        host = json.loads(host_name)
         board = FaultBoard("run")
         ranks = [rank for rank, name in board.host_names().items() if name == host]
         board.announce(_describe_silence(f"{host} ({name_ranks(ranks)})", seconds))
@@ -161,6 +163,7 @@ def _watch_rank_0(port: int, seconds: float) -> None:
 
 
 def _connect(host: str, port: int, seconds: float) -> socket.socket:
+    """Connect to rank 0, and send the name of this host."""
     connection = socket.create_connection((host, port), timeout=seconds)
     _enable_keepalive(connection, seconds)
     connection.sendall(json.dumps(socket.gethostname()).encode())

@@ -41,9 +41,10 @@ def raise_open_files(pid: int, world: int) -> str | None:
 
     Return None if the limit suffices, else a sentence that says what to do.
     """
-    need = FILES_PER_RANK * world + OWN_FILES
     if not hasattr(resource, "prlimit"):  # only Linux can change the limits of another process
         return None
+    store_files = FILES_PER_RANK * world
+    need = store_files + OWN_FILES  # OWN_FILES is generous: a limit between the two numbers gives no warning
     try:
         soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
         if soft == resource.RLIM_INFINITY or soft >= need:
@@ -51,10 +52,10 @@ def raise_open_files(pid: int, world: int) -> str | None:
         new_limit = need if hard == resource.RLIM_INFINITY else min(need, hard)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (new_limit, hard))
     except OSError as error:  # such as a process of another user
-        if FILES_PER_RANK * world <= USUAL_LIMIT:
-            return None
+        if store_files <= USUAL_LIMIT:
+            return None  # the limit, which cannot be read, probably suffices
         return f"the limit of open files of process {pid}, which may host the store, cannot be raised: {error.strerror}"
-    if new_limit >= FILES_PER_RANK * world:
+    if new_limit >= store_files:
         return None
     return (
         f"the store of {world} ranks may need {need} open files, but the hard limit of its process is {hard}: before "
