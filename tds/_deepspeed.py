@@ -169,14 +169,18 @@ def patch_deepspeed() -> None:
         comm: Any = importlib.import_module("deepspeed.comm.torch")
         comm.build_shm_op = lambda: None
         accelerator.is_fp16_supported = lambda: True
-    synchronize_ties = StockPipelineModule._synchronize_tied_weights
-    if not hasattr(synchronize_ties, "__wrapped__"):  # without no_grad, tied weights would get a grad_fn
-        StockPipelineModule._synchronize_tied_weights = torch.no_grad()(synchronize_ties)
     dtypes = accelerator.supported_dtypes()
     if torch.float64 not in dtypes:
         accelerator.supported_dtypes = lambda: [*dtypes, torch.float64]
+
+    # DeepSpeed broadcasts tied weights into leaves. Without no_grad, they would get a grad_fn. A patched method has the
+    # attribute __wrapped__.
+    synchronize_ties = StockPipelineModule._synchronize_tied_weights
+    if not hasattr(synchronize_ties, "__wrapped__"):
+        StockPipelineModule._synchronize_tied_weights = torch.no_grad()(synchronize_ties)
+
     for optimizer in (FP16_Optimizer, FP16_UnfusedOptimizer):
-        optimizer.initialize_optimizer_states = lambda _: None
+        optimizer.initialize_optimizer_states = lambda _: None  # it would take the step with zero gradients
     for optimizer in (FP16_Optimizer, FP16_UnfusedOptimizer, Zero12Optimizer, Zero3Optimizer):
         _grow_scale_after_step(optimizer)
 
@@ -191,15 +195,16 @@ def _grow_scale_after_step(optimizer_class: Any) -> None:
 
     @functools.wraps(step)
     def step_then_grow(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        update = optimizer._update_scale
-        growth = list[bool]()  # not empty if the scale is to grow
-        optimizer._update_scale = lambda overflow: update(True) if overflow else growth.append(True)
+        # `step` calls `_update_scale` before it unscales the gradients. If there is no overflow, postpone this call.
+        update_scale = optimizer._update_scale
+        postponed = list[bool]()  # arguments of postponed calls
+        optimizer._update_scale = lambda overflow: update_scale(True) if overflow else postponed.append(overflow)
         try:
             result = step(optimizer, *args, **kwargs)
         finally:
-            del optimizer._update_scale
-        if growth:
-            update(False)  # no overflow, so the scale may grow now
+            del optimizer._update_scale  # the method of the class is used again
+        if postponed:
+            update_scale(False)
         return result
 
     optimizer_class.step = step_then_grow
