@@ -51,11 +51,16 @@ def dropout_by_document(
     keep_mask = stream.keep_mask(mask_shape, p, query.device, torch.bool)
     rows = []
     for i, (keep_row, query_row, key_row, value_row) in enumerate(zip(keep_mask, query, key, value, strict=True)):
-        row_pieces = [piece for piece in pieces.items if piece.row.start == i]
+        row_pieces = []
+        query_lengths = []
+        key_lengths = []
+        for piece in pieces.items:
+            if piece.row.start == i:
+                row_pieces.append(piece)
+                query_lengths.append(_slice_length(piece.queries))
+                key_lengths.append(_slice_length(piece.keys))
         # One split of the row gives all blocks, since the pieces cover it in order. Autograd then concatenates the
         # gradients of the blocks. For separate slices, it would instead add up gradients of the size of the row.
-        query_lengths = [_slice_length(piece.queries) for piece in row_pieces]
-        key_lengths = [_slice_length(piece.keys) for piece in row_pieces]
         queries = query_row.split(query_lengths, 1)
         keys = key_row.split(key_lengths, 1)
         values = value_row.split(key_lengths, 1)
