@@ -51,6 +51,7 @@ def refuse_other_releases(version: str) -> str | None:
 
 
 def _is_override_set() -> bool:
+    """Return whether the user allows any release of DeepSpeed."""
     return os.environ.get(OVERRIDE, "") not in ("", "0")
 
 

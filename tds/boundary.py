@@ -142,6 +142,7 @@ def _check_ends(outputs: Sequence[Boundary], inputs: Sequence[Boundary], sender:
 
 
 def _names(declared: Sequence[Boundary]) -> str:
+    """Return the names of declared tensors for a message."""
     return ", ".join(each.name for each in declared)
 
 

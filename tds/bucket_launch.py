@@ -178,6 +178,7 @@ class BucketLauncher:
         return True
 
     def _reduce_next(self) -> None:
+        """Start the reduction of the next bucket. All replicas reduce the buckets in this order."""
         bucket = self._buckets[self._next_bucket]
         self._next_bucket += 1
         bucket.launched = True

@@ -164,9 +164,11 @@ class StageGraph:
             known.update(micro_chunk for micro_chunk in agenda if micro_chunk.chunk == each.chunk)
 
     def _has_header(self, each: Instruction) -> bool:
+        """Return whether the message of an instruction comes with a header, see `Rules.dynamic`."""
         return self.rules.dynamic or each.micro == 0
 
     def _compute(self, each: Instruction) -> None:
+        """Submit a pass, which waits for the computation before it."""
         name = f"{type(each).__name__}({each.micro}) of stage {self.stage}"
         self._synchronize(name)
         self._computation = self._submit(name, self._computation)[1]  # the end of this pass
@@ -218,6 +220,7 @@ class StageGraph:
         return boundary, kind in (SendActivation, RecvActivation), MicroChunk(micro_chunk.micro, chunk)
 
     def _add_message(self, kind: Kind, micro_chunk: MicroChunk) -> int:
+        """Submit a send or a receive, which waits for earlier messages in its queue, and return its end event."""
         link = self._link(kind, micro_chunk)
         boundary, to_next, _ = link
         queue = self.rules.queue(boundary, self.stages, to_next)
@@ -257,6 +260,7 @@ class StageGraph:
             posted.append(self._add_message(kind, agenda.popleft()))
 
     def _is_due(self, kind: Kind, micro_chunk: MicroChunk) -> bool:
+        """Return whether the schedule posts this receive now, after the passes so far."""
         post_after = self._post_after.get(kind, {})
         return micro_chunk in post_after and post_after[micro_chunk] <= self._passes
 

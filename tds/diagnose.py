@@ -280,6 +280,7 @@ class Watchdog(Observer):
             thread.join(2.0)
 
     def _describe_current(self) -> str:
+        """Describe what this rank is doing now."""
         activity = self._activity
         describe = self._describe()
         return self._idle if activity is None or describe is None else describe(activity.what)
@@ -308,6 +309,7 @@ class Watchdog(Observer):
         return describe(what) if describe else str(what)
 
     def _stack(self) -> str:
+        """Return the stack of the main thread as text."""
         frame = sys._current_frames().get(self._main_thread_id)
         return "".join(traceback.format_stack(frame)).rstrip() if frame else "no stack"
 

@@ -82,6 +82,7 @@ def engines() -> dict[str, type]:
 
 
 def _refuse_engine(name: str, *_: Any, model: Any = None, **__: Any) -> Any:
+    """Raise ValueError in place of building DeepSpeed's engine `name`, with the setting that asks for it."""
     if name == "DeepSpeedHybridEngine":
         cause = 'the section "hybrid_engine" of the ds_config; leave it out'
     else:

@@ -110,6 +110,7 @@ def _mean_outputs(engine: Any) -> Any:
 
 
 def _raise_different_shapes() -> NoReturn:
+    """Raise ValueError: outputs of different shapes have no mean."""
     raise ValueError(
         "eval_batch(compute_loss=False) averages the outputs of micro-batches, but here their shapes differ: "
         "use reduce_output=None to get the list of outputs"

@@ -155,6 +155,7 @@ class FaultBoard:
         return int(code)
 
     def _print(self, fault: str, with_stacks: bool) -> None:
+        """Collect the reports of all ranks, print one report of them, and wait until the other ranks have read this."""
         ranks = set(range(self.world))
         answered = self._collect("tds/report", ranks)
         dead = sorted(ranks - answered)

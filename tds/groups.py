@@ -83,6 +83,7 @@ def host_group(group: Any) -> Any:
 
 
 def _create_member_group(ranks: Sequence[int], backend: str | None = None) -> Any:
+    """Create a group of these ranks, in a call that only they make. backend: by default that of the world."""
     world: Any = dist.group.WORLD
     bound = world.bound_device_id
     # With a bound device, new_group would split the world's communicator, which all ranks must join.
@@ -94,6 +95,7 @@ def _create_member_group(ranks: Sequence[int], backend: str | None = None) -> An
 
 
 def _cached_groups(key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    """Return the result of `make()`, called once for this key in the current world."""
     if _Cache.world is not dist.group.WORLD:
         _Cache.world = dist.group.WORLD
         _Cache.groups = {}

@@ -57,6 +57,7 @@ def watch_hosts() -> None:
 
 
 def _start_thread(function: Any, *args: Any) -> None:
+    """Start a daemon thread that runs `function(*args)`."""
     threading.Thread(target=function, args=args, name="tds-heartbeat", daemon=True).start()
 
 
@@ -126,6 +127,7 @@ def _announce(host_name: bytearray, seconds: float) -> None:
 
 
 def _describe_silence(host: str, seconds: float) -> str:
+    """Return the message that `host` has not answered for `seconds`."""
     since = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
     return (
         f"{host} has not answered since {since}, for {seconds:g} s ({TIMEOUT_VARIABLE}): the machine is off or hangs, "

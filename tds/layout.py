@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 
 def _can_broadcast(data: Tensor) -> bool:
+    """Return whether DeepSpeed's broadcast accepts the memory layout of a weight."""
     return data.dim() > 0 and data.is_contiguous() and data.stride(-1) == 1
 
 
@@ -49,6 +50,7 @@ def flattened_scalars(module: nn.Module) -> Iterator[None]:
 
 
 def _set_data_and_grad(p: nn.Parameter, data: Tensor, gradient: Tensor) -> None:
+    """Replace the data and the gradient of `p` by tensors of another shape."""
     p.grad = None  # torch compares the shapes of a weight and its gradient
     p.data = data
     p.grad = gradient

@@ -90,6 +90,7 @@ def describe_failure(error: Exception) -> str:
 
 
 def _rank_name() -> str:
+    """Return the name of this rank before the process group exists."""
     return f"rank {os.environ.get('RANK')} on {socket.gethostname()}"
 
 

@@ -26,6 +26,7 @@ LINKS_MOMENTS = BF16_Optimizer, Zero12Optimizer, DistributedOptimizer
 
 
 def _is_wrapped(parameter: nn.Parameter) -> bool:
+    """Return whether DeepSpeed keeps the optimizer state of `parameter` in flat shards."""
     return hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
 
 

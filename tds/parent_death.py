@@ -170,6 +170,7 @@ def end_with_launcher() -> None:
 
 
 def _exit_when_gone(is_gone: Callable[[], bool]) -> None:
+    """Wait until `is_gone()` is true, then report that and end this process."""
     while not is_gone():
         time.sleep(POLL_SECONDS)
     with contextlib.suppress(Exception):  # the reader of stderr may have died, too

@@ -202,4 +202,5 @@ def _value_in_use(point: PatchPoint, engine_class: type, attributes: Mapping[str
 
 
 def _instruction_map(engine_class: Any) -> dict[str, Any]:
+    """Return DeepSpeed's functions of instructions by the names of the instructions."""
     return {each.__name__: function for each, function in engine_class._INSTRUCTION_MAP.items()}

@@ -120,6 +120,7 @@ class _Simulation:
         return True
 
     def _send(self, number: int, send: Instruction) -> None:
+        """Send a message of stage `number`. The stage cannot compute until the receiver has posted the receive."""
         down = isinstance(send, SendActivation)
         # An activation goes to the next virtual stage, a gradient to the previous one.
         hop = 1 if down else -1

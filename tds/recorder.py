@@ -41,10 +41,12 @@ def pending_collectives() -> list[str]:
 
 
 def _find_pending() -> list[dict[str, Any]]:
+    """Return the flight recorder's entries of collectives that have not ended."""
     return [each for each in recorded_collectives() if not each.get("retired") and each.get("state") != "completed"]
 
 
 def _describe(entry: dict[str, Any]) -> str:
+    """Describe an entry of the flight recorder: the collective, its number, its group and its tensors."""
     count = entry.get("p2p_seq_id" if entry.get("is_p2p") else "collective_seq_id")
     dtypes = entry.get("input_dtypes", [])
     sizes = entry.get("input_sizes", [])

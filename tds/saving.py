@@ -168,6 +168,7 @@ def _read_layout(file: Path) -> Layout:
 
 
 def _refuse_other_layout(path: Path, current: Layout) -> None:
+    """Raise ValueError if the checkpoint in `path` has another partition of the layers than `current`."""
     file = path / LAYOUT_FILE
     saved = _read_layout(file) if file.is_file() else None
     # DeepSpeed writes no layout and has no chunks, so a model without chunks is taken to be cut in the same way.

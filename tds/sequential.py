@@ -31,6 +31,7 @@ class SequentialModule(nn.Module):
                 self._layer_references.append(self._build_layer(index, layer))
 
     def _build_layer(self, index: int, layer: Any) -> tuple[str | None, Any]:
+        """Build and register a layer; return its item of `_layer_references`."""
         if isinstance(layer, TiedLayerSpec):
             if layer.key not in self.tied_modules:
                 self.tied_modules[layer.key] = layer.build()
@@ -52,6 +53,7 @@ class SequentialModule(nn.Module):
         return [self._resolve(*each) for each in self._layer_references]
 
     def _resolve(self, path: str | None, function: Any) -> Any:
+        """Return the callable of an item of `_layer_references`."""
         if path is None:
             return function
         module = self.get_submodule(path)
@@ -77,6 +79,7 @@ def seeded_layers(seed: int) -> Iterator[None]:
 
 @contextmanager
 def _seed_for_layer(index: int) -> Iterator[None]:
+    """Seed torch's CPU generator for layer number `index` inside the block, if `seeded_layers` is active."""
     seed = _seed.get()
     if seed is None:
         yield

@@ -61,6 +61,7 @@ def _agree_on_names(comms: Comm) -> dict[str, list[str]]:
 
 
 def _describe_copy(comm: Comm) -> _Copy:
+    """Return the names and shapes of this stage's copy of a tied module."""
     named = comm["module"].named_parameters(remove_duplicate=False)
     weights = {name: tuple(p.shape) for name, p in named}
     buffers = {name: tuple(each.shape) for name, each in comm["module"].named_buffers()}

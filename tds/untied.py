@@ -56,6 +56,7 @@ def _is_trained_apart(module: Any, holders: Sequence[Holder]) -> bool:
 
 
 def _describe_untied(module: Any, layers: Sequence[int], names: Sequence[str]) -> str:
+    """Return the warning that these layers, on several stages, share the weights `names` without a tie."""
     stages = sorted({module.stage_owner(layer) for layer in layers})
     more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     verb = "is" if len(names) == 1 else "are"

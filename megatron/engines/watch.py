@@ -53,9 +53,11 @@ class StepWatch:
         self._mark()
 
     def _mark(self) -> None:
+        """Record the present position."""
         self.watchdog.record((self._part, self._step, self._micro))
 
     def _describe(self, position: tuple[str, int, int]) -> str:
+        """Describe a recorded position: the part of the run, the step, and the micro-batch in it."""
         part, step, micro = position
         # `micro_batch` counts from 1; the report counts micro-batches from 0, as in the pipeline engine.
         location = f"micro-batch {micro - 1}" if micro else "reading its micro-batches"

@@ -75,10 +75,12 @@ class NoPipeEngine:
         return gas * self._replica_divisor
 
     def train_batch(self, batches: Batches | None, lr: float, gas: int | None = None) -> StepResult:
+        """Run one optimizer step with learning rate `lr` over `gas` micro-batches, by default --gas."""
         with self._watch_step("training"), trace.span("train_batch", "step"):
             return self._train_batch(batches, lr, gas or self.gas)
 
     def _train_batch(self, batches: Batches | None, lr: float, gas: int) -> StepResult:
+        """Do what `train_batch` does, while the watchdog watches."""
         engine = self.deepspeed
         engine.set_micro_batches(gas)
         set_lr(engine, lr)
@@ -178,19 +180,23 @@ class NoPipeEngine:
         return norm
 
     def _watch_step(self, part: str) -> AbstractContextManager[None]:
+        """Return the context of a step of `part`, `training` or `evaluation`, in which the watchdog watches."""
         return self.watch.step(part) if self.watch else nullcontext()
 
     def _loss(self, model: Any, batch: Any) -> Tensor:
+        """Return the loss of a micro-batch, a scalar, and inform the watchdog that it begins."""
         if self.watch:
             self.watch.micro_batch()
         return self.loss(model, batch)
 
     @torch.no_grad()
     def eval_batch(self, batches: Batches | None) -> dict[str, float]:
+        """Evaluate a global batch; return the sum `loss`, the number `targets`, and the sums of additional losses."""
         with self._watch_step("evaluation"):
             return self._eval_batch(batches)
 
     def _eval_batch(self, batches: Batches | None) -> dict[str, float]:
+        """Do what `eval_batch` does, while the watchdog watches."""
         engine = self.deepspeed
         engine.eval()
         micro_batches, counts = self._read_batches(batches, self.gas)
@@ -209,6 +215,7 @@ class NoPipeEngine:
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[tuple[Any, tuple[Tensor, Tensor]]]) -> None:
+        """Run the model and its loss on micro-batches (inputs, (labels, loss mask)), without training."""
         with self._watch_step("evaluation"):
             model = self.deepspeed.module.eval()
             for inputs, (labels, loss_mask) in micro_batches:
@@ -286,6 +293,7 @@ class NoPipeEngine:
         return self._sum_over_replicas(squared_norm).sqrt()
 
     def _sum_over_replicas(self, x: Tensor) -> Tensor:
+        """Sum x [...] over the data-parallel ranks, in place, and return it."""
         return PendingSum(x, self.data).wait()
 
 

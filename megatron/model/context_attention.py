@@ -63,6 +63,7 @@ class ContextViews(NamedTuple):
         return cached_on(self.ids, key, lambda: self._build_mask(slice_index))
 
     def _build_mask(self, slice_index: int) -> Tensor:
+        """Build the result of `mask`."""
         begin, end = self.slices[slice_index]
         first_key, _ = self.key_range(slice_index)
         # A window of `end` tokens hides only later tokens.

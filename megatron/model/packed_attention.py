@@ -56,6 +56,7 @@ def compute_cu_seqlens(documents: Documents) -> Tensor | None:
 
 
 def _compute_cu_seqlens(ids: Tensor) -> Tensor | None:
+    """Compute the result of `compute_cu_seqlens` for document ids [b, s]."""
     is_start = document_starts(ids)
     # Sorting joins the parts of a split document, so the sorted ids have fewer starts.
     is_start_if_sorted = document_starts(ids.sort(dim=1).values)

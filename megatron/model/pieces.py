@@ -125,6 +125,7 @@ def _cover_once(spans: Sequence[tuple[int, int]], length: int) -> bool:
 
 
 def _context_pieces(views: ContextViews, num_rows: int) -> Pieces | None:
+    """Return the pieces for a context rank, shared by layers that receive the same ids; None if a mask is needed."""
     if views.window is not None:
         return None  # a window needs a mask
     key = "pieces", views.slices, views.within_documents, num_rows
@@ -132,6 +133,7 @@ def _context_pieces(views: ContextViews, num_rows: int) -> Pieces | None:
 
 
 def _build_context_pieces(views: ContextViews, num_rows: int) -> Pieces | None:
+    """Build the result of `_context_pieces`; None if a document is split."""
     pieces: list[Piece] = []
     if not views.within_documents:
         _, end = views.slices[-1]

@@ -107,6 +107,7 @@ def attend_packed(call: AttentionArgs) -> Tensor:
 
 
 def _can_pack(call: AttentionArgs) -> bool:
+    """Return whether `attend_packed` can compute the call."""
     if not (call.allow_per_document and call.may_copy_qkv and isinstance(call.mask, Documents)):
         return False
     from .packed_attention import supports_packing
@@ -115,6 +116,7 @@ def _can_pack(call: AttentionArgs) -> bool:
 
 
 def _saves_bias_memory(call: AttentionArgs) -> bool:
+    """Return whether `attend_with_bias` may compute the call and needs less memory than torch's attention."""
     if not call.allow_fused_bias or call.bias is None:
         return False
     from .biased_attention import saves_memory
@@ -138,8 +140,5 @@ KERNELS: tuple[tuple[Callable[[AttentionArgs], Any], Kernel], ...] = (
 
 
 def choose_special_kernel(call: AttentionArgs) -> Kernel:
-    """Return the first kernel of KERNELS whose condition holds for the call."""
-    for condition, kernel in KERNELS:
-        if condition(call):
-            return kernel
-    raise AssertionError("the last kernel of KERNELS must accept every call")
+    """Return the first kernel of KERNELS whose condition holds for the call; the last one accepts every call."""
+    return next(kernel for condition, kernel in KERNELS if condition(call))

@@ -55,6 +55,7 @@ def _save_factors(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _matmul_op_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of x, weight and bias of `_matmul_op` from `grad` [..., o]."""
     x, weight = ctx.saved_tensors
     needs_input, needs_weight, needs_bias = ctx.needs_input_grad
     flat_grad = grad.reshape(-1, grad.shape[-1])  # [tokens, o]

@@ -94,6 +94,7 @@ def _gather_tokens(deferred: DeferredLogits) -> Tensor:
 
 
 def _logits_chunks(deferred: DeferredLogits, hidden: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the items of `DeferredLogits.chunks`. hidden: [n, h], by default gathered here."""
     hidden = _gather_tokens(deferred) if hidden is None else hidden
     for begin in range(0, len(hidden), deferred.chunk):
         x = hidden[begin : begin + deferred.chunk]
@@ -196,6 +197,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _require_gradient(gradient: Tensor | None) -> Tensor:
+    """Return a gradient that the forward pass has computed. Raises RuntimeError if a backward pass has freed it."""
     if gradient is None:
         raise RuntimeError(
             "logits that are computed in chunks allow only one backward pass; set --logits-chunk-size 0 to run two"

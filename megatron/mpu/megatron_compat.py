@@ -66,6 +66,7 @@ def set_model_parallel_world_size(world_size: int) -> None:
 
 
 def _check_unchanged(name: str, wanted: int, actual: int) -> None:
+    """Raise RuntimeError unless the value that a script sets is the value of this run."""
     if wanted != actual:
         raise RuntimeError(
             f"mpu.{name}({wanted}): the value is {actual} in this run and cannot be set by hand; lay the ranks out "

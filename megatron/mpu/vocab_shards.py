@@ -51,6 +51,7 @@ def max_over_ranks(own_max: Tensor, logits: Tensor, axis: Axis) -> Tensor:
 
 
 def _check_not_gathered(is_gathered: Tensor, width: int, axis: Axis) -> None:
+    """Raise ValueError if `is_gathered`, a bool scalar, is true; an accelerator reports the error later."""
     problem = (
         f"all {axis.size} model-parallel ranks have the same {width} logits for each token, but the loss needs each "
         "rank's shard of the vocabulary: do not gather the logits (parallel_output=True, gather_output=False)"
