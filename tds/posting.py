@@ -71,10 +71,14 @@ class _Simulation:
     def run(self) -> None:
         """Run all stages to their ends. Raises ScheduleError if they deadlock."""
         stages = self.stages
-        stage_indices = range(len(stages))
         while True:
-            while any([self._run_until_blocked(number) for number in stage_indices]):  # a list, so that each stage runs
-                pass
+            # Run all stages until each one computes, waits or has ended. A stage may unblock another one.
+            has_changed = True
+            while has_changed:
+                has_changed = False
+                for number in range(len(stages)):
+                    has_changed |= self._run_until_blocked(number)
+            # Advance the time to the end of the next pass.
             ends = [stage.busy_until for stage in stages if stage.busy_until is not None]
             if not ends:
                 break
@@ -83,6 +87,7 @@ class _Simulation:
                 if stage.busy_until == self.now:
                     stage.busy_until = None
                     stage.passes += 1
+
         for number, stage in enumerate(stages):
             if stage.todo:
                 head = stage.todo[0]
@@ -121,12 +126,15 @@ class _Simulation:
 
     def _send(self, number: int, send: Instruction) -> None:
         """Send a message of stage `number`. The stage cannot compute until the receiver has posted the receive."""
-        down = isinstance(send, SendActivation)
-        # An activation goes to the next virtual stage, a gradient to the previous one.
-        hop = 1 if down else -1
+        # An activation goes to the next virtual stage, a gradient to the previous one. Virtual stages count through
+        # the stages, chunk by chunk: with 4 stages, virtual stage 6 is chunk 1 of stage 2.
+        kind: Kind = RecvActivation
+        hop = 1
+        if isinstance(send, SendGrad):
+            kind = RecvGrad
+            hop = -1
         stages = self.stages
         chunk, receiver = divmod(send.chunk * len(stages) + number + hop, len(stages))
-        kind = RecvActivation if down else RecvGrad
         stages[receiver].sent[kind][MicroChunk(send.micro, chunk)] = number
         stages[number].unanswered += 1
 
@@ -141,7 +149,8 @@ class _Simulation:
             while agenda and agenda[0] in stage.sent[kind]:
                 micro_chunk = agenda[0]
                 has_header = kind is RecvActivation and (self.dynamic or micro_chunk.micro == 0)
-                if has_header and not (reader and type(reader) is kind and reader.micro_chunk == micro_chunk):
+                is_read_now = reader == kind(*micro_chunk)
+                if has_header and not is_read_now:
                     break
                 agenda.popleft()
                 stage.post_after[kind][micro_chunk] = stage.passes
