@@ -133,7 +133,9 @@ def parallel_groups(members: Sequence[int], topology: Any) -> list[list[int]]:
     # are [0, 1], [2, 3], [4, 5] and [6, 7], one for each stage and replica.
     coords = [topology.get_coord(rank) for rank in members]
     axes = [axis for axis in AXES if axis in topology.get_axis_names()]
-    choices = []  # for each axis, the sets of coordinates that a group may have along it
+    # For each axis, the sets of coordinates that a group may have along it: in the example, [[0], [1]] for pipe and for
+    # data, and [[0, 1]] for model.
+    choices = []
     for axis in axes:
         values = {getattr(coord, axis) for coord in coords}
         if len(values) > 1:

@@ -118,20 +118,21 @@ def _best_cuts(seconds: Sequence[float], groups: int, add: Callable[[float, floa
 
     add: function (cost of some groups, seconds of one more group) -> cost of all these groups together.
     """
+    # Dynamic programming: from the best partitions of the first layers into g groups follow those into g + 1 groups.
     count = len(seconds)
     seconds_before = [0.0, *accumulate(seconds)]
     best = {0: (0.0, [0])}  # number of layers in the groups so far -> (their minimum cost, their cuts)
     for groups_left in reversed(range(groups)):
-        longer = {}
+        with_next_group = {}
         # Each group has a layer, so the groups so far have at least one each, and leave one for each of the others.
         for end in range(groups - groups_left, count - groups_left + 1):
             options = []
             for start, (cost, cuts) in best.items():
-                if start < end:
-                    last = seconds_before[end] - seconds_before[start]
-                    options.append((add(cost, last), [*cuts, end]))
-            longer[end] = min(options)
-        best = longer
+                if start < end:  # the next group has the layers from `start` to `end`
+                    group_seconds = seconds_before[end] - seconds_before[start]
+                    options.append((add(cost, group_seconds), [*cuts, end]))
+            with_next_group[end] = min(options)
+        best = with_next_group
     return best[count]
 
 

@@ -133,8 +133,9 @@ def chunk_of_weights(module: Any) -> dict[Any, int]:
     """
     chunk_of: dict[Any, int] = {}
     slices = getattr(module, "chunk_slices", ())
-    for chunk, (begin, end) in reversed(list(enumerate(slices))):  # the first remains
+    # From the last chunk to the first, which thus overwrites the later ones.
+    for chunk, (begin, end) in reversed(list(enumerate(slices))):
         for layer in module.forward_funcs[begin:end]:
-            for parameter in getattr(layer, "parameters", list)():  # a plain function has none
-                chunk_of[parameter] = chunk
+            if hasattr(layer, "parameters"):  # a plain function has none
+                chunk_of.update(dict.fromkeys(layer.parameters(), chunk))
     return chunk_of
