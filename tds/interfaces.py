@@ -38,15 +38,17 @@ def _interface_to(host: str) -> str | None:
     address = own_address(host)
     if address is None:
         return None
-    interfaces = dict(_own_addresses())
-    if is_loopback(address):
-        external = {name for each, name in interfaces.items() if not is_loopback(each)}
-        if len(external) == 1:
-            return external.pop()
-        # The addresses from which the default route is used, of IPv4 and of IPv6.
-        own_addresses = map(own_address, UNROUTED_ADDRESSES)
-        return next((interfaces[each] for each in own_addresses if each in interfaces), None)
-    return interfaces.get(address)
+    interfaces = dict(_own_addresses())  # by address
+    if not is_loopback(address):
+        return interfaces.get(address)
+    external_interfaces = {name for own, name in interfaces.items() if not is_loopback(own)}
+    if len(external_interfaces) == 1:
+        return external_interfaces.pop()
+    for unrouted in UNROUTED_ADDRESSES:  # the default route of IPv4, then that of IPv6
+        source = own_address(unrouted)
+        if source in interfaces:
+            return interfaces[source]
+    return None
 
 
 def own_address(host: str) -> str | None:

@@ -189,8 +189,10 @@ def set_moment(engine: Any, parameter: nn.Parameter, name: str, value: Tensor) -
 def get_step(engine: Any) -> int:
     """Return the optimizer's step count (Adam's t), the highest one on this rank."""
     inner = torch_optimizer_of(engine)
-    highest = max((int(group.get("step", 0)) for group in inner.param_groups), default=0)  # apex's Adam counts by group
-    for owner in stepped_tensors(engine):
+    highest = 0
+    for group in inner.param_groups:  # apex's Adam counts by group
+        highest = max(highest, int(group.get("step", 0)))
+    for owner in stepped_tensors(engine):  # torch's Adam counts by weight
         highest = max(highest, int(inner.state.get(owner, {}).get("step") or 0))
     return highest
 
@@ -235,6 +237,7 @@ def make_moments(engine: Any, names: Sequence[str], step: int, exceptions: Mappi
             device = owner.device if on_device else None
             state["step"] = torch.tensor(float(count or 0), dtype=torch.float32, device=device)
         inner.state[owner] = state
+
     if not isinstance(adam, (torch.optim.AdamW, torch.optim.SGD)):  # apex's Adam counts steps by group
         for group in inner.param_groups:
             steps = [counts.get(owner, step) or 0 for owner in group["params"]]
@@ -247,9 +250,10 @@ def _counts_to_set(engine: Any, step: int, exceptions: Mapping[nn.Parameter, int
     counts = dict[Tensor, int | None]()
     for parameter, owner in _stepped_by_weight(engine).items():
         count = exceptions.get(parameter, step)
-        previous = counts.get(owner)
-        # A shard of several weights gets the highest of their counts.
-        counts[owner] = count if previous is None else max(previous, count or 0)
+        other_count = counts.get(owner)  # of another weight in the same shard, which gets the highest count
+        if other_count is not None:
+            count = max(other_count, count or 0)
+        counts[owner] = count
     return counts
 
 
