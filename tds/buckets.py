@@ -51,8 +51,9 @@ class Bucket:
             self._grad_of[parameter] = self.grads[at:end].view_as(parameter)
         self.own_weights = self.weights[self.begin : self.end]
         self.has_master_copy = sum_dtype is not first.dtype
-        # The optimizer steps this replica's share, in fp32 or wider.
-        self.share = nn.Parameter(self.own_weights.to(sum_dtype) if self.has_master_copy else self.own_weights)
+        # The optimizer steps this replica's share, in fp32 or wider. `to` copies half-precision weights; otherwise it
+        # returns the view of the flat memory.
+        self.share = nn.Parameter(self.own_weights.to(sum_dtype))
         self.share_grad = self.grads[self.begin : self.end]
         if work is not None:
             # The weights in this replica's share, each with the begin of its elements in the share.
@@ -118,12 +119,15 @@ class Bucket:
         grad = parameter.grad
         assert grad is not None
         grad_sum = self._grad_of[parameter]
-        if parameter in self._arrived:
-            grad_sum.add_(grad.to(grad_sum.dtype) if grad.is_sparse else grad)
-        elif grad.is_sparse:
-            grad_sum.zero_().add_(grad.to(grad_sum.dtype))
-        else:  # the first gradient overwrites the memory, so nothing has to be zeroed
+        is_first = parameter not in self._arrived
+        if grad.is_sparse:
+            if is_first:
+                grad_sum.zero_()
+            grad_sum.add_(grad.to(grad_sum.dtype))  # torch adds sparse tensors of the same dtype only
+        elif is_first:  # the first gradient overwrites the memory, so nothing has to be zeroed
             copy_widened(grad_sum, grad)
+        else:
+            grad_sum.add_(grad)
         self._arrived.add(parameter)
         parameter.grad = None
 
