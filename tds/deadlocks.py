@@ -225,7 +225,10 @@ class StageGraph:
         boundary, to_next, _ = link
         queue = self.rules.queue(boundary, self.stages, to_next)
         name = f"{kind.__name__}({micro_chunk.micro}) of stage {self.stage}"
-        start, end = self._submit(name, None if queue is None else self._last_in_queue.get(queue))
+        previous_end = None
+        if queue is not None:  # else the message does not wait for others
+            previous_end = self._last_in_queue.get(queue)
+        start, end = self._submit(name, previous_end)
         self._last_in_queue[queue] = end
         self.message_events[link, kind in SENDS] = start, end
         return end

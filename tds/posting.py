@@ -54,19 +54,23 @@ class _Stage:
     busy_until: float | None = None
     passes: int = 0
     unanswered: int = 0
-    agenda: dict[Kind, deque[MicroChunk]] = field(default_factory=dict)
+    agenda: dict[Kind, deque[MicroChunk]] = field(default_factory=lambda: defaultdict(deque))
     sent: dict[Kind, dict[MicroChunk, int]] = field(default_factory=lambda: defaultdict(dict))
     post_after: dict[Kind, dict[MicroChunk, int]] = field(default_factory=lambda: defaultdict(dict))
 
 
 class _Simulation:
+    """Simulation of all stages of a plan, which finds after how many passes of a stage each receive is posted."""
+
     def __init__(self, plan: Plan, dynamic: bool) -> None:
         self.chunks = num_chunks(plan)
         self.dynamic = dynamic
         self.now = 0.0
         self.stages = [_Stage(deque(instructions)) for instructions in plan]
         for stage in self.stages:
-            stage.agenda = {kind: deque(i.micro_chunk for i in stage.todo if type(i) is kind) for kind in RECEIVES}
+            for instruction in stage.todo:
+                if isinstance(instruction, RECEIVES):
+                    stage.agenda[type(instruction)].append(instruction.micro_chunk)
 
     def run(self) -> None:
         """Run all stages to their ends. Raises ScheduleError if they deadlock."""
