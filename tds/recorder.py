@@ -79,4 +79,7 @@ class DeviceProgress:
 
     def last_finished(self) -> Any:
         """Return the newest recorded `what` that the device has finished, or None."""
-        return next((what for what, event in reversed(list(self._submitted)) if event.query()), None)
+        for what, event in reversed(self._submitted):
+            if event.query():
+                return what
+        return None

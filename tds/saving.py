@@ -170,11 +170,16 @@ def _read_layout(file: Path) -> Layout:
 def _refuse_other_layout(path: Path, current: Layout) -> None:
     """Raise ValueError if the checkpoint in `path` has another partition of the layers than `current`."""
     file = path / LAYOUT_FILE
-    saved = _read_layout(file) if file.is_file() else None
-    # DeepSpeed writes no layout and has no chunks, so a model without chunks is taken to be cut in the same way.
-    if current == saved or (saved is None and current["chunks"] == 1):
-        return
-    origin = f"cut at {saved['cuts']} with {saved['chunks']} chunks a stage" if saved else "written by DeepSpeed itself"
+    if file.is_file():
+        saved = _read_layout(file)
+        if current == saved:
+            return
+        origin = f"cut at {saved['cuts']} with {saved['chunks']} chunks a stage"
+    else:
+        # DeepSpeed writes no layout and has no chunks, so a model without chunks is taken to be cut in the same way.
+        if current["chunks"] == 1:
+            return
+        origin = "written by DeepSpeed itself"
     raise ValueError(
         f"the checkpoint {path} was {origin}, but this model is cut at {current['cuts']} with {current['chunks']} "
         f"chunks a stage, so optimizer states would go to the wrong layers: cut the model as in the checkpoint, or "
@@ -223,5 +228,7 @@ def _differing_buffers(module: nn.Module, group: Any) -> str:
         return ""  # the first rank compares
     differing = set[str]()
     for other in replica_digests:
-        differing.update(name for name in other if other[name] != replica_digests[0].get(name))
+        for name, digest in other.items():
+            if digest != digests.get(name):
+                differing.add(name)
     return ", ".join(sorted(differing))

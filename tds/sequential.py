@@ -118,7 +118,8 @@ def _recompute_layers(module: Any, funcs: Sequence[Any], inputs: Any) -> Any:
 
     def run(*tensors: Any) -> Any:
         nonlocal returns_tuple
-        outputs = run_layers(funcs, tensors if takes_tuple else tensors[0])
+        layer_inputs = tensors if takes_tuple else tensors[0]
+        outputs = run_layers(funcs, layer_inputs)
         returns_tuple = isinstance(outputs, (tuple, list))
         return outputs
 

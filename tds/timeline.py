@@ -54,7 +54,8 @@ def read(folder: Path) -> list[RankTrace]:
     for path in paths:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            traces.append(_to_rank_0_clock(content["otherData"], [e for e in content["traceEvents"] if e["ph"] == "X"]))
+            spans = [event for event in content["traceEvents"] if event["ph"] == "X"]  # others name rows
+            traces.append(_to_rank_0_clock(content["otherData"], spans))
         except RecursionError:
             raise ValueError(f"{path} is not a timeline: its JSON is nested too deeply") from None
         except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:

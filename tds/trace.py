@@ -76,10 +76,12 @@ class _SpanObserver(Observer):
     def end(self, what: What) -> None:
         mark = self._marks.pop(what)
         if isinstance(what, str):
-            end(mark, what, "step" if what in STEP_NAMES else "part")
+            kind = "step" if what in STEP_NAMES else "part"
+            end(mark, what, kind)
         else:
             name = type(what).__name__
-            end(mark, name, "pass" if name in COMPUTE_NAMES else "message", *what.micro_chunk)
+            kind = "pass" if name in COMPUTE_NAMES else "message"
+            end(mark, name, kind, *what.micro_chunk)
 
 
 class Tracer:
@@ -291,7 +293,8 @@ def _traced(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
         mark = None if torch.compiler.is_compiling() else begin()  # torch.compile cannot trace the recorder
         result = collective(*args, **kwargs)
         if mark is not None:
-            end(mark, f"{name}, begun" if kwargs.get("async_op") else name, "collective")
+            span_name = f"{name}, begun" if kwargs.get("async_op") else name
+            end(mark, span_name, "collective")
         return result
 
     traced.untraced = collective  # type: ignore[attr-defined]
