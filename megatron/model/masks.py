@@ -40,7 +40,7 @@ class Documents(NamedTuple):
         key_ids = self.queries if self.keys is None else self.keys
         for name, ids, tokens in (("queries", self.queries, query), ("keys", key_ids, key)):
             b, _, length, _ = tokens.shape
-            if tuple(ids.shape) != (b, length):
+            if ids.shape != (b, length):
                 raise ValueError(
                     f"document ids {list(ids.shape)} do not fit {name} [{b} samples, "
                     f"{length} tokens]: give an id for each token, or an empty tensor for one document "

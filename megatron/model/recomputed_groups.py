@@ -21,7 +21,9 @@ def run_in_groups(
     calls = []
     for layer, call in steps:
         layers.append(layer)
-        calls.append(call if observe is None else partial(observe, layer, call))
+        if observe is not None:
+            call = partial(observe, layer, call)
+        calls.append(call)
     begin = 0
     while begin < len(steps):
         end = _end_of_group(layers, begin, max_layers)
@@ -44,6 +46,7 @@ def _end_of_group(layers: Sequence[Layer], begin: int, max_layers: int) -> int:
 
 
 def _run_all(calls: Iterable[Callable[[Any], Any]], inputs: Any) -> Any:
+    """Return the output of the last of `calls`, each of which gets the output of the one before."""
     for call in calls:
         inputs = call(inputs)
     return inputs

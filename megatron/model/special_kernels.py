@@ -47,13 +47,13 @@ def slice_by_slice(call: AttentionArgs) -> Tensor:
         begin, end = views.key_range(slice_index)
         keys = key[:, :, begin:end]
         values = value[:, :, begin:end]
-        # Only eager code on an accelerator attends without a mask tensor, and without dropout.
-        needs_mask = views.needs_mask or call.p or call.on_cpu or torch.compiler.is_compiling()
-        if needs_mask:
+        # torch needs no mask tensor in eager code on an accelerator, if only later tokens are hidden.
+        is_eager_on_accelerator = not call.on_cpu and not torch.compiler.is_compiling()
+        if is_eager_on_accelerator and not views.needs_mask and not call.p:
+            result = _attend_lower_right(query_slice, keys, values, call.scale)
+        else:
             mask = views.mask(slice_index)
             result = attend(call._replace(query=query_slice, key=keys, value=values, mask=mask, draw_index=slice_index))
-        else:
-            result = _attend_lower_right(query_slice, keys, values, call.scale)
         outputs.append(result)
     return torch.cat(outputs, 2)
 

@@ -230,8 +230,11 @@ def _stack_layers(
     for i in range(count):
         if m.position_embedding == "relative":
             # Tied tables share one module, so only tables that are not tied have a number in their name.
-            tied = None if m.relative_attention_per_layer else f"{stack}_positions"
-            table = f"{stack}.relative_positions" + ("" if tied else f".{i}")
+            table = f"{stack}.relative_positions"
+            tied: str | None = f"{stack}_positions"
+            if m.relative_attention_per_layer:
+                table += f".{i}"
+                tied = None
             layers.append(Layer(table, RelativePositions, (m,), tied=tied, outputs=(*outputs, "table"), prelude=True))
         name = f"{stack}.layers.{i}"
         work = block_work(m, tokens, i, encoded)
