@@ -121,8 +121,7 @@ class NoPipeEngine:
 
         if hasattr(loss_fn, "mean_targets"):
             # A loss that accepts a function calls it itself, so that only its forward pass waits for the counts.
-            accepts_callable = getattr(loss_fn, "accepts_callable", False)
-            if accepts_callable:
+            if getattr(loss_fn, "accepts_callable", False):
                 loss_fn.mean_targets = mean_targets
             else:
                 loss_fn.mean_targets = mean_targets()
