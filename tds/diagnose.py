@@ -244,9 +244,12 @@ class Watchdog(Observer):
         """End this rank, with a report, if a rank has announced a fault or an activity takes too long."""
         board = self._board
         rank = name_this_rank(board.rank)
-        for tick, activity in enumerate(self._poll(), board.rank):  # ranks take turns
+        # In a large run, ranks take turns to ask the store: with poll_ticks = 3, rank 1 in its third poll, rank 2 in
+        # its second, rank 3 in its first, and each again three polls later.
+        for tick, activity in enumerate(self._poll(), board.rank):
             is_late = activity is not None and time.monotonic() - activity.since > self.timeout
-            if tick % board.poll_ticks and not is_late:  # it is not this rank's turn
+            is_own_turn = tick % board.poll_ticks == 0
+            if not is_own_turn and not is_late:
                 continue
             try:
                 fault = board.has_fault()

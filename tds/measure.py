@@ -70,7 +70,9 @@ class _PipelineProbe(Engine):
             loss = self.module(factor)
             if self.using_bf16_optimizer:
                 self.optimizer.clear_lp_grads()
-            torch.autograd.backward([self.scale(loss) if self.fp16_enabled() else loss])
+            if self.fp16_enabled():
+                loss = self.scale(loss)
+            torch.autograd.backward([loss])
             if self.using_bf16_optimizer and not self.optimizer.immediate_grad_update:
                 self.optimizer.update_hp_grads(clear_lp_grads=False)
         self._exec_reduce_grads()

@@ -36,8 +36,11 @@ def start_time_of(pid: int) -> str | None:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-    fields = text.rpartition(")")[2].split()
-    return None if fields[0] in ("Z", "X") else fields[19]  # Z, X: it has ended; 19: its start time
+    # For example, "4711 (python) S 1 4711 ...": the name in parentheses may contain spaces, so split what follows it.
+    state, *fields = text.rpartition(")")[2].split()
+    if state in ("Z", "X"):  # zombie or dead
+        return None
+    return fields[18]  # field 22 of the file, see proc(5)
 
 
 def process_table() -> str:
@@ -92,7 +95,8 @@ def spans_hosts() -> bool:
     world = env.get("WORLD_SIZE", "1")
     local_world = env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE") or "1"
     master = env.get("MASTER_ADDR", "localhost")
-    return world != local_world and world != "1" and master != "localhost" and not is_loopback(master)
+    is_local = master == "localhost" or is_loopback(master)
+    return world not in (local_world, "1") and not is_local
 
 
 def is_loopback(address: str) -> bool:
@@ -110,7 +114,12 @@ def _launcher_check() -> Callable[[], bool] | None:
         return None
     # The parent changes when it dies. If it is PID 1 from the start, it has died already, unless PID 1 is the launcher.
     parent = os.getppid()
-    return lambda: os.getppid() != parent or (parent == 1 and not _init_may_be_launcher())
+
+    def is_gone() -> bool:
+        is_orphan = parent == 1 and not _init_may_be_launcher()
+        return is_orphan or os.getppid() != parent
+
+    return is_gone
 
 
 def _own_launcher_check(launcher: str) -> Callable[[], bool] | None:
