@@ -14,11 +14,11 @@ from tests.support import ROOT
 
 # Package -> (tokens of code, folders that hold modules). Lower a limit when the code has become smaller.
 LIMITS = {
-    "tds": (63_240, 1),
+    "tds": (63_170, 1),
     "megatron": (213_240, 15),
-    "megatron_compat": (13_750, 2),
-    "data_utils": (38_400, 1),
-    "megatron_tools": (85_880, 7),
+    "megatron_compat": (13_690, 2),
+    "data_utils": (38_330, 1),
+    "megatron_tools": (85_815, 7),
 }
 SLACK = 0.02  # if the code is more than this fraction below its limit, lower the limit
 LAYOUT = {
