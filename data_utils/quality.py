@@ -182,7 +182,7 @@ def looks_like_code(lines: Sequence[str]) -> bool:
 
 
 def collapse_lines(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the lines, with three or more equal consecutive lines reduced to one."""
+    """Yield the lines, with three or more equal consecutive lines reduced to one; blank lines stay."""
     for line, group in groupby(lines):
         equal_lines = list(group)
         if len(equal_lines) < 3 or not line.strip():

@@ -34,7 +34,7 @@ class HeldPlaces(Feature):
             self._run.signals.ask(StopSignal.SAVE_AND_STOP)
 
     def find_lost(self) -> LostPlace | None:
-        """Return the first folder that this run has lost so far, else None. All ranks must call this.
+        """Return the folder of the newest loss, None if this run never lost one. All ranks must call this.
 
         If the folders are gone or empty, this run takes their locks again, in new folders.
         """

@@ -102,5 +102,5 @@ def _advance_state(run: Run) -> SampleRange:
     if is_rank_0():  # only rank 0 needs the hash: it writes the hash to the index of the checkpoint
         state.sample_hash = extend_hash(state.sample_hash, run.datasets[0], state.consumed_samples, count)
     state.consumed_samples += count
-    state.consumed_tokens += count * sum(run.sample_shape)
+    state.consumed_tokens += count * sum(run.sample_shape)  # a T5 sample has encoder and decoder tokens
     return samples
