@@ -50,6 +50,7 @@ class Batches:
     _inputs: dict[int, Any] = field(default_factory=dict)
     _labels: dict[int, Any] = field(default_factory=dict)
     _layouts: list[InputLayout] = field(default_factory=list)  # input dtypes and shapes of all micro-batches so far
+    _run: range = range(0)  # consecutive micro-batches with equal layouts, among which `run_end` was called last
 
     @property
     def count(self) -> int:
@@ -76,9 +77,12 @@ class Batches:
 
     def run_end(self, micro: int) -> int:
         """Return the first micro-batch after `micro` whose inputs have another shape or dtype, or are not read yet."""
-        end = micro + 1
+        if micro not in self._run:
+            self._run = range(micro, micro + 1)
+        end = self._run.stop  # later calls in this run go on from here
         while end < self.count and self._layouts[end] == self._layouts[micro]:
             end += 1
+        self._run = range(self._run.start, end)
         return end
 
     def end_on_any_replica(self, replicas: Any) -> DataEnded | None:
