@@ -25,7 +25,7 @@ from .document_text import check_surrogates, texts_in
 from .jinja_sandbox import GenerationBlocks, TemplateLimitError, sandbox_environment, time_limit
 
 DATE_FUNCTION = "strftime_now"  # function with which a Jinja template renders the current date
-PLACEHOLDER = "\u00b6said\u00b6"  # content that no template has, so that the markup around it can be told from it
+PLACEHOLDER = "\u00b6said\u00b6"  # content that no template has, so the rest of a rendered text is markup
 ROLES = ("system", "user", "assistant")
 BEGIN, END = "<|im_start|>", "<|im_end|>"  # ChatML's tokens around a turn
 # Roles of special tokens whose names a template may use as variables.

@@ -1,7 +1,7 @@
-"""Wrappers for standard output and standard error, which may fail while the run or tool must continue.
+"""Wrappers for standard output and standard error, and the limit of open files.
 
-The reader may go away (`| head`, a closed ssh session), the disk may be full, or the stream may be closed from
-the start. Also the limit of open files.
+A stream may fail while the run or tool must continue: the reader may go away (`| head`, a closed ssh session), the disk
+may be full, or the stream may be closed from the start.
 """
 
 import contextlib

@@ -79,7 +79,7 @@ class Batches:
         """Return the first micro-batch after `micro` whose inputs have another shape or dtype, or are not read yet."""
         if micro not in self._run:
             self._run = range(micro, micro + 1)
-        end = self._run.stop  # later calls in this run go on from here
+        end = self._run.stop  # an earlier call in this run has compared up to here
         while end < self.count and self._layouts[end] == self._layouts[micro]:
             end += 1
         self._run = range(self._run.start, end)

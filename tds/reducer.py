@@ -41,7 +41,7 @@ class _GradBucket:
         """Start the all-reduce; gradients become views of its buffer, so nothing is copied back."""
         has_grad = [p.grad is not None for p in self.parameters]
         grads = [dense_gradient(p) for p in self.parameters]
-        # Behind the gradients goes a 1 for each weight with a gradient, so the sums are numbers of replicas. For
+        # After the gradients comes a 1 for each weight with a gradient, so the sums are numbers of replicas. For
         # example, with gradients [a, b] of a first weight and none of a second one of one element: [a, b, 0, 1, 0].
         if self._present is None:
             self._present = grads[0].new_ones(len(grads))

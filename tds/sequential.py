@@ -134,7 +134,7 @@ def chunk_of_weights(module: Any) -> dict[Any, int]:
     """
     chunk_of: dict[Any, int] = {}
     slices = getattr(module, "chunk_slices", ())
-    # From the last chunk to the first, which thus overwrites the later ones.
+    # The first chunk comes last, so it overwrites the later ones.
     for chunk, (begin, end) in reversed(list(enumerate(slices))):
         for layer in module.forward_funcs[begin:end]:
             if hasattr(layer, "parameters"):  # a plain function has none

@@ -120,7 +120,7 @@ def find_holes(indexed: IndexedDataset, eod: int | None, max_blocks: int | None 
         for begin_in_block, end_in_block, token in _find_runs(np.asarray(tokens)):
             begin = first_token + begin_in_block
             end = first_token + end_in_block
-            # A run goes on from the block before if the last run has the same id and ends where this one begins.
+            # A run continues from the block before if the last run has the same id and ends where this one begins.
             if runs and runs[-1][1:] == [begin, token]:
                 runs[-1][1] = end
             else:

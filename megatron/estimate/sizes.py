@@ -292,7 +292,7 @@ def format_count(number: float) -> str:
 
 
 class StageSchedule(NamedTuple):
-    """What the order of the passes on a stage follows from."""
+    """Settings that determine the order of the passes on a stage."""
 
     name: str  # --pipeline-schedule
     extra_warmup: int  # --pipeline-extra-warmup

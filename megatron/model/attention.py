@@ -125,7 +125,7 @@ class SelfAttention(Attention):
             config, *query_factors, 1.0, 1.0, heads=config.key_value_heads, bias=config.has_qkv_bias
         )
         width = config.width_factor
-        # By what factors inputs and outputs have grown since muP's base model: of query, key and value. 1 without muP.
+        # Growth of the inputs and outputs of query, key and value since muP's base model; 1 without muP.
         key_value_growth = (width, config.key_value_growth)
         growth = ((width, width), key_value_growth, key_value_growth)
         fused = mpu.FusedRows((group_size, 1, 1), self.head_size, growth)

@@ -60,7 +60,7 @@ def dropout_by_document(
                 query_lengths.append(_slice_length(piece.queries))
                 key_lengths.append(_slice_length(piece.keys))
         # One split of the row gives all blocks, since the pieces cover it in order. Autograd then concatenates the
-        # gradients of the blocks. For separate slices, it would instead add up gradients of the size of the row.
+        # gradients of the blocks. For separate slices, it would instead sum gradients of the size of the row.
         queries = query_row.split(query_lengths, 1)
         keys = key_row.split(key_lengths, 1)
         values = value_row.split(key_lengths, 1)

@@ -50,7 +50,7 @@ class Recipe:
 
 
 class _RecomputedView(NamedTuple):
-    """What autograd saves in place of a tensor: the recipe of the memory that it views, and its place in it."""
+    """Object that autograd saves in place of a tensor: the recipe of the memory that it views, and its place in it."""
 
     recipe: Recipe
     size: torch.Size
@@ -64,7 +64,7 @@ def save_recipe_for(*results: tuple[Recipe | None, Tensor | None]) -> Iterator[N
 
     results: pairs (recipe, tensor). If the recipe is None, autograd saves the tensor itself.
     """
-    recipes = {}  # by the memory of the tensor, which its views share
+    recipes = {}  # address of the memory of a tensor, which its views share -> recipe
     for recipe, tensor in results:
         if recipe and tensor is not None:
             recipes[tensor.untyped_storage().data_ptr()] = recipe
