@@ -172,7 +172,7 @@ def get_moment(engine: Any, parameter: nn.Parameter, name: str) -> Tensor:
         return engine.weight_average.frozen_average(parameter, get_weight(parameter))  # type: ignore[no-any-return]
     if _is_wrapped(parameter):
         return _utils.safe_get_full_optimizer_state(parameter, name)  # type: ignore[no-any-return]
-    return torch_optimizer_of(engine).state[parameter][name]  # type: ignore[no-any-return]
+    return torch_optimizer_of(engine).state[parameter][name].to(parameter.dtype)  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
@@ -222,6 +222,7 @@ def make_moments(engine: Any, names: Sequence[str], step: int, exceptions: Mappi
     """
     inner = torch_optimizer_of(engine)
     adam = adam_of(inner)
+    rounded = getattr(adam, "moment_dtypes", {})  # of an optimizer that keeps moments in lower precision
     counts = _counts_to_set(engine, step, exceptions)
     # Fused and capturable kernels read the step count on the device of the weights; torch's `load_state_dict` moves it
     # there, too.
@@ -232,7 +233,7 @@ def make_moments(engine: Any, names: Sequence[str], step: int, exceptions: Mappi
             continue
         state = dict[str, Any]()
         for name in _moment_names_of(engine, owner, names):
-            state[name] = torch.zeros_like(owner)
+            state[name] = torch.zeros_like(owner, dtype=rounded.get(name))
         if isinstance(adam, torch.optim.AdamW) and "exp_avg" in state:
             device = owner.device if on_device else None
             state["step"] = torch.tensor(float(count or 0), dtype=torch.float32, device=device)

@@ -35,6 +35,7 @@ def conflicts(config: "Config") -> Iterator[str]:
     if config.train.compile:
         yield from compile_conflicts(config)
     yield from _wsd_conflicts(config)
+    yield from _rounded_moments_conflicts(config)
     yield from _mup_conflicts(config)
     yield from _objective_conflicts(config)
     yield from _objective_option_conflicts(config)
@@ -150,6 +151,19 @@ class _DecayFlags(NamedTuple):
     flag: str
     length: int | None
     total_flag: str
+
+
+def _rounded_moments_conflicts(config: "Config") -> Iterator[str]:
+    o = config.optim
+    if o.rounded_moments and (o.optimizer == "sgd" or config.model.kernels == "apex"):
+        yield "--exp-avg-dtype and --exp-avg-sq-dtype need torch's Adam: use --optimizer adam and --kernels torch"
+    # A bf16 number has 8 significant bits: adding 0.2 % of it, or less, does not change it. With a beta2 of 0.999, a
+    # second moment would never fall.
+    if o.exp_avg_sq_dtype == "bf16" and o.adam_beta2 > 0.98:
+        yield (
+            f"--exp-avg-sq-dtype bf16 rounds the small changes of --adam-beta2 {o.adam_beta2} away; use fp32 or an "
+            "--adam-beta2 of at most 0.98"
+        )
 
 
 def _mup_conflicts(config: "Config") -> Iterator[str]:

@@ -87,6 +87,16 @@ class OptimConfig(MuonConfig):
     adam_eps: float = opt(
         1e-8, "Adam's epsilon; muP divides it by the width of the model over the base width", at_least(0)
     )
+    exp_avg_dtype: str = opt(
+        "fp32",
+        "dtype in which Adam keeps its first moment between steps, which compute in that of the master weights",
+        one_of("fp32", "bf16"),
+    )
+    exp_avg_sq_dtype: str = opt(
+        "fp32",
+        "dtype in which Adam keeps its second moment; bf16 needs an --adam-beta2 of at most 0.98",
+        one_of("fp32", "bf16"),
+    )
     ema_decay: float | None = opt(
         None,
         "keep an exponential moving average of the weights, average = decay x average + (1 - decay) x weight, updated "
@@ -99,6 +109,11 @@ class OptimConfig(MuonConfig):
     def muon_scale(self) -> str | None:
         """--muon-adjust-lr-fn if Muon steps matrices, else None."""
         return self.muon_adjust_lr_fn if self.optimizer == "muon" else None
+
+    @property
+    def rounded_moments(self) -> list[str]:
+        """Names of Adam's moments that are kept in bf16."""
+        return [name for name in ("exp_avg", "exp_avg_sq") if vars(self)[f"{name}_dtype"] == "bf16"]
 
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()

@@ -80,7 +80,9 @@ def _state_bytes_of(count: Count, replicas: int, config: Config, resolved: Resol
     fp32_width = max(weight_width, 4)
     zero = resolved.zero_stage
     elements = count.held
-    moments = float(moment_elements(count, config) * fp32_width)
+    adam_elements = elements - (count.hidden if config.optim.optimizer == "muon" else 0)
+    saved = len(config.optim.rounded_moments) * adam_elements * (fp32_width - 2)  # bf16 has 2 bytes
+    moments = float(moment_elements(count, config) * fp32_width - saved)
     share = elements / replicas
     if zero == 0:
         return elements * weight_width, elements * weight_width, moments

@@ -194,6 +194,8 @@ CASES: dict[str, Case] = {
     "adam_beta1": Case("--adam-beta1 0.5"),
     "adam_beta2": Case("--adam-beta2 0.5"),
     "adam_eps": Case("--adam-eps 1", in_ci=True),
+    "exp_avg_dtype": Case("--exp-avg-dtype bf16"),
+    "exp_avg_sq_dtype": Case("--exp-avg-sq-dtype bf16", "--adam-beta2 0.95"),
     "muon_momentum": Case("--muon-momentum 0.5", MUON),
     "muon_nesterov": Case("--no-muon-nesterov", MUON),
     "muon_ns_steps": Case("--muon-ns-steps 2", MUON),

@@ -1,4 +1,7 @@
-"""A checkpoint of Muon loads in any other layout, with identical weights and moments and equal later losses."""
+"""A checkpoint of Muon loads in any other layout, with identical weights and moments and equal later losses.
+
+The moments of the weights that AdamW steps are kept in bf16.
+"""
 
 import json
 from pathlib import Path
@@ -22,13 +25,14 @@ WAYS = [
     ("t5-v1.1", Layout(0, 1, 2), Layout(0, 3, 1, zero=1), "fp32"),
     ("llama", Layout(0, 2, 2, zero=1), Layout(2, 2, 1, zero=1), "bf16"),
 ]
+ROUNDED = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --adam-beta2 0.95"
 OTHERS = ("word_embeddings", "position_embedding", "relative_positions", "norm", "bias")
 
 
 def _flags(layout: Layout, precision: str) -> str:
     return (
         f"--pipe-parallel-size {layout.pp} --model-parallel-size {layout.tp} --zero-stage {layout.zero} --batch-size 1 "
-        f"--gas {12 // layout.dp} --precision {precision} --train-iters {LAST} --optimizer muon --lr 3e-3"
+        f"--gas {12 // layout.dp} --precision {precision} --train-iters {LAST} --optimizer muon --lr 3e-3 {ROUNDED}"
     )
 
 
