@@ -177,6 +177,7 @@ ROWS = (
         SAME_LOSS,
     ),
     Row("--cross-entropy-fusion-impl --moe-token-dispatcher-type", SAME_LOSS, str),
+    Row("--use-precision-aware-optimizer", NoEffect("--exp-avg-dtype and --exp-avg-sq-dtype need no other flag")),
     Row("--calculate-per-token-loss", NoEffect("the loss is always the mean over all target tokens")),
     Row("--no-check-for-nan-in-loss-and-grad", Refused("steps with a NaN or Inf gradient are always skipped")),
     Row("--fp8-format --fp8-recipe", _NO_FP8, str),

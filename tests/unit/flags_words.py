@@ -64,6 +64,7 @@ CHINESE = {
     "metrics.jsonl and TensorBoard get all metrics every --log-interval iterations": "metrics.jsonl 和 TensorBoard 每 --log-interval 次迭代得到全部数值",
     "on SIGTERM, a run always saves a checkpoint and ends": "SIGTERM 总会保存并结束运行",
     "--partition-method balanced always counts the work of the embedding and the loss": "--partition-method balanced 已计入词嵌入和损失",
+    "--exp-avg-dtype and --exp-avg-sq-dtype need no other flag": "`--exp-avg-dtype` 和 `--exp-avg-sq-dtype` 不需要其他参数",
     "context parallelism always all-gathers keys and values": "只有一种方式：收集键和值",
     "the loss is always the mean over all target tokens": "本来如此：损失是所有目标词元的均值",
     "samples never contain attention masks": "本来如此：样本里没有掩码",
