@@ -60,11 +60,12 @@ def theirs(model: Any, tokens: int) -> Generate:
     return generate
 
 
-def ours(folder: Path, tokens: int) -> Generate:
+def ours(folder: Path, batch: int, tokens: int) -> Generate:
     """Return this project's greedy generation with the weights in a folder of transformers."""
     import torch
 
     from megatron import mpu
+    from megatron.features.cpu_matmul import use_faster_kernels
     from megatron.model.gpt2 import GPT2Model
     from megatron.model.t5 import T5Model
     from megatron_tools.convert.hf_folder import HFModelFolder
@@ -75,7 +76,7 @@ def ours(folder: Path, tokens: int) -> Generate:
     with mpu.skip_init():
         model: Any = (T5Model if config.is_t5 else GPT2Model)(config, parallel_output=False)
     hf_folder.load(model)
-    model.eval()
+    use_faster_kernels(model.eval(), batch)
 
     def generate(prompts: list[list[int]]) -> list[list[int]]:
         stepper = T5Stepper(model, prompts, 0) if config.is_t5 else GPT2Stepper(model, prompts, config.positions)
@@ -98,7 +99,7 @@ def measure(name: str, batch: int, tokens: int, rounds: int) -> str:
     their = their_model(name)
     with tempfile.TemporaryDirectory() as folder:
         their.save_pretrained(folder)
-        contenders = {"theirs": theirs(their, tokens), "ours": ours(Path(folder), tokens)}
+        contenders = {"theirs": theirs(their, tokens), "ours": ours(Path(folder), batch, tokens)}
     seconds: dict[str, list[float]] = {each: [] for each in contenders}
     ids = {}
     for round_ in range(rounds + 1):

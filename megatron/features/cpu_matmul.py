@@ -25,7 +25,7 @@ from .. import mpu
 from ..atomic import private_temp_folder, write_text
 from ..config import Config
 from ..json_text import brief, is_list, read_json
-from ..mpu.linear import Products, matmul, transposed_matmul
+from ..mpu.linear import MIN_ROWS, Products, matmul, transposed_matmul
 from ..ranks.objects import gather_objects
 from ..ranks.rank_0 import print_rank_0
 from ..training.feature import Feature, Plan
@@ -37,6 +37,7 @@ MAX_FEATURES = 4096  # rows and columns of a measured weight; a larger one is me
 ROUNDS = 5
 MAX_ROUNDS = 15  # rounds after which a measurement is no longer repeated
 CLEAR_SPEEDUP = 4.0  # a speedup that one round suffices for
+UNCACHED_BYTES = 2**27  # bytes of weights that do not fit into the caches of a CPU
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Shape = tuple[int, int, int]  # rows of the input, and the weight's output and input features
@@ -91,6 +92,20 @@ class CpuMatmul(Feature):
             chosen[DTYPES[precision], o, i] = products
 
 
+def use_faster_kernels(model: nn.Module, rows: int) -> None:
+    """Measure the matmuls of an fp32 model that is not trained, with inputs of `rows` tokens, and use the faster ones.
+
+    All ranks must call this.
+    """
+    options = mpu.get_options()
+    shapes = measured_shapes(model, rows)
+    if not shapes or not has_choice(next(model.parameters()).device, "fp32"):
+        return
+    chosen = options.decoding if rows < MIN_ROWS else options.products
+    for (_, o, i), ratios in measure_speedups(shapes, "fp32").items():
+        chosen[torch.float32, o, i] = Products(*map(is_faster, ratios))
+
+
 def has_choice(device: torch.device, precision: str) -> bool:
     """Return whether there are two kernels for matmuls of this precision on the device."""
     known = device.type == "cpu" and precision in DTYPES
@@ -123,7 +138,9 @@ def measured_shapes(model: nn.Module, rows: int) -> list[Shape]:
         elif isinstance(module, mpu.VocabParallelEmbedding):
             weights.add((module.num_embeddings_per_partition, module.embedding_dim))
     all_weights = set().union(*gather_objects(weights))
-    return [(rows, o, i) for o, i in sorted(all_weights) if rows * o * i >= MIN_MULTIPLY_ADDS]
+    # The time of fewer rows is that of reading the weight.
+    counted_rows = max(rows, MIN_ROWS)
+    return [(rows, o, i) for o, i in sorted(all_weights) if counted_rows * o * i >= MIN_MULTIPLY_ADDS]
 
 
 def measure_speedups(shapes: list[Shape], precision: str) -> dict[Shape, Ratios]:
@@ -169,6 +186,8 @@ def compare_kernels(shape: Shape, dtype: torch.dtype) -> Ratios:
     rows, o, i = shape
     o = min(o, MAX_FEATURES)
     i = min(i, MAX_FEATURES)
+    if rows < MIN_ROWS:
+        return [_decoding_speedups(rows, o, i, dtype), [0.0], [0.0]]  # decoding has no gradients
     # Fewer rows bound the time of the measurement; at least 64 remain, as a run never multiplies only a few.
     rows = min(rows, max(MAX_MULTIPLY_ADDS // (o * i), 64))
     inputs = torch.ones(rows, i, dtype=dtype)
@@ -181,6 +200,20 @@ def compare_kernels(shape: Shape, dtype: torch.dtype) -> Ratios:
         partial(transposed_matmul, output_grad, inputs),
     )
     return [_speedups(product) for product in products]
+
+
+def _decoding_speedups(rows: int, o: int, i: int, dtype: torch.dtype) -> list[float]:
+    """Return speedups for few rows, with weights that come from memory, as in the layers of a model."""
+    inputs = torch.ones(rows, i, dtype=dtype)
+    num_weights = max(UNCACHED_BYTES // (o * i * dtype.itemsize), 1)
+    weights = torch.ones(num_weights, o, i, dtype=dtype)
+
+    def multiply_all(use_second: bool) -> Tensor:
+        for weight in weights:
+            output = matmul(inputs, weight, None, use_second)
+        return output
+
+    return _speedups(multiply_all)
 
 
 def _speedups(product: Callable[[bool], Tensor]) -> list[float]:

@@ -21,7 +21,7 @@ from .mesh import Axis, Options
 from .parameters import spec_of
 from .sequence import Pending, start_all_gather, start_reduce_scatter
 
-# Matmuls with fewer rows, as in decoding, are limited by reading the weights, so oneDNN would be no faster.
+# Matmuls with fewer rows, as in decoding, mostly wait for the weight. So their kernels are chosen separately.
 MIN_ROWS = 32
 
 
@@ -67,9 +67,11 @@ def accumulate_wgrad(x: Tensor, weight: Tensor) -> Callable[[Tensor, Tensor], bo
 
 
 def choose_kernels(x: Tensor, weight: Tensor, options: Options) -> Products:
-    """Return the kernels for x [..., i] and weight [o, i]: `options` decide, for >= MIN_ROWS rows on a CPU."""
-    if x.device.type != "cpu" or x.shape[:-1].numel() < MIN_ROWS:
+    """Return the kernels for x [..., i] and weight [o, i], which `options` decide on a CPU."""
+    if x.device.type != "cpu":
         return Products()
+    if x.shape[:-1].numel() < MIN_ROWS:
+        return options.decoding.get((x.dtype, *weight.shape), Products())
     # An entry for the weight's shape overrides one for the dtype, which overrides `options.onednn`.
     use_onednn = options.onednn and x.dtype == torch.float32
     by_option = Products(use_onednn, use_onednn, use_onednn)

@@ -14,6 +14,7 @@ from data_utils.progress import Progress
 from megatron import mpu
 from megatron.checkpointing import load_weights
 from megatron.checkpointing.pruned import read_newest
+from megatron.features.cpu_matmul import use_faster_kernels
 from megatron.features.harness import evaluate_tasks
 from megatron.features.scoring import Score, read_cloze, score_one, token_nats
 from megatron.model.gpt2 import GPT2Model
@@ -65,7 +66,9 @@ def _build_subject(args: argparse.Namespace, hf_folder: HFModelFolder | None, pa
     generation_json = generation_settings({}, tokenizer, find_vocab_file(vocab_file), chat.end_id)
     device_here = device.current_device()
     window = _context_window(args, default_window, config.positions)
-    return Subject(model.eval().to(device_here), tokenizer, window, device_here, generation_json["eos_token_id"])
+    model.eval().to(device_here)
+    use_faster_kernels(model, window)
+    return Subject(model, tokenizer, window, device_here, generation_json["eos_token_id"])
 
 
 def _context_window(args: argparse.Namespace, default: int, max_length: int) -> int:

@@ -16,7 +16,7 @@ from megatron.features import cpu_matmul
 from megatron.features.cpu_matmul import CpuMatmul, describe_cpu, is_conclusive, is_faster, measure_speedups
 from megatron.model.attention_kernels import AttentionArgs, attend
 from megatron.model.special_kernels import attend_in_fp32
-from megatron.mpu.linear import Products, linear
+from megatron.mpu.linear import Products, choose_kernels, linear
 from megatron.mpu.mesh import TRIVIAL_AXIS, Options
 from megatron.training.feature import Plan
 
@@ -135,6 +135,27 @@ def test_each_weight_gets_its_own_choice(found: list[Any]) -> None:
         (1024, 256): few,
         (0, 0): few,
     }
+
+
+@pytest.mark.parametrize("rows", [4, 128])
+def test_a_model_that_is_not_trained_has_a_choice_for_its_rows(found: list[Any], rows: int) -> None:
+    """Decoding multiplies few rows, so its kernels differ from those of long prompts."""
+    found += [[FAST, SLOW, SLOW]] * 3
+    with mpu.built_with(mpu.Mesh(), Options()):
+        model = _model().to_empty(device="cpu")
+        cpu_matmul.use_faster_kernels(model, rows)
+        options = mpu.get_options()
+    weight = torch.empty(1024, 256)
+    for some_rows in (4, 128):
+        kernels = choose_kernels(torch.empty(some_rows, 1, 256), weight, options)
+        assert kernels == Products(output=some_rows == rows)
+
+
+@needs_onednn
+def test_measurements_of_few_rows_have_no_gradients() -> None:
+    speedups, *gradients = cpu_matmul.compare_kernels((2, 1024, 2048), torch.float32)
+    assert 1 <= len(speedups) <= cpu_matmul.ROUNDS and all(0.001 < each < 1000 for each in speedups)
+    assert is_conclusive([FAST, *gradients]) and not any(map(is_faster, gradients))
 
 
 @pytest.mark.parametrize(("precision", "device"), [("fp64", "cpu"), ("fp8", "cpu"), ("fp32", "meta"), ("bf16", "meta")])
