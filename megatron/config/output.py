@@ -76,8 +76,8 @@ class LogConfig(Section):
     run_dir: str | None = opt(None, "folder of this run; runs/<model>-<time> if not given")
     override_lock: bool = opt(
         False,
-        "ignore the run.lock that a run on another machine or in another container has left in the run directory; use "
-        "this flag only if that run has ended",
+        "take over a run.lock that a run on another machine has left, or one on a file system without locks; use this "
+        "flag only if that run has ended; a lock that is held is never taken over",
     )
     log_interval: int | None = opt(
         None,

@@ -1,101 +1,66 @@
-"""Advisory file locks (`flock`). The kernel releases a lock when the process that holds it ends.
-
-On a local file system (see `is_local`), a free lock proves that its previous holder has ended. On other file systems it
-proves nothing.
-"""
+"""Advisory file locks (`flock`). The kernel releases a lock when the process that holds it ends."""
 
 import contextlib
 import fcntl
 import os
-import time
-from collections.abc import Iterator
+import subprocess
+import weakref
+from io import FileIO
 from pathlib import Path
 
-# File systems that only one machine can mount at a time. So every process that sees a file there also sees its lock.
-# On network and virtual file systems, a machine may not see the locks of other machines.
-LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay"}
-_held: set[int] = set()
+# File systems that only one machine can mount at a time, by their names in `stat`. On network and virtual file systems,
+# a machine may not see the locks of other machines.
+LOCAL = {"ext2/ext3", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlayfs"}
+_locked_files: "weakref.WeakSet[FileIO]" = weakref.WeakSet()
 
 
-def hold(handle: int) -> bool:
-    """Lock the open file `handle` until `drop(handle)` or the end of this process; return True on success."""
-    for _ in range(20):
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(0.05)  # another process may hold the lock for microseconds, in is_held()
-        except OSError:
-            return False
-        else:
-            _held.add(handle)
-            return True
-    return False
+def open_locked(path: Path) -> FileIO:
+    """Open a file for reading and writing, create it if it does not exist, and lock it until it is closed.
 
-
-def drop(handle: int) -> None:
-    """Close the file `handle`; this also releases its lock."""
-    _held.discard(handle)
-    os.close(handle)
-
-
-@contextlib.contextmanager
-def exclusive(path: Path) -> Iterator[bool | None]:
-    """Lock the file `path` within this context; yields True if it is locked, False if another process holds the lock.
-
-    Yields None if the file cannot be opened or its file system has no locks.
+    Raises BlockingIOError if another process holds the lock. If the file system has no locks, no process holds one.
     """
+    file = FileIO(path, "a+")
     try:
-        handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-    except OSError:
-        yield None
-        return
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_locked: bool | None = True
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        is_locked = False
+        file.close()
+        raise
     except OSError:
-        is_locked = None
-    try:
-        yield is_locked
-    finally:
-        os.close(handle)
+        pass  # ENOLCK, ENOSYS, EOPNOTSUPP or EINVAL: no locks
+    _locked_files.add(file)
+    return file
 
 
 def is_held(path: Path) -> bool | None:
-    """Return True if some process holds a lock on the file, False if not, None if this cannot be determined."""
-    with exclusive(path) as is_locked:
-        return None if is_locked is None else not is_locked
-
-
-def is_local(path: Path) -> bool:
-    """Return True if only this machine can mount the file system of `path`."""
-    target = path.resolve()
-    file_system = ""
-    most_parts = -1
+    """Return True if a process has locked the file, False if not, None if the file or its lock cannot be read."""
     try:
-        with open("/proc/self/mountinfo", "rb") as file:
-            lines = file.readlines()
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # on NFS, LOCK_EX needs a file that is open for writing
+    except BlockingIOError:
+        return True
     except OSError:
-        return False
-    for line in lines:
-        # For example `36 35 98:0 / /mnt/data rw - ext4 /dev/sda1 rw`: the mount point, and after the dash the type.
-        mount_fields, _, type_fields = line.partition(b" - ")
-        # mountinfo escapes a space as \040. The other bytes of a name, such as those of Chinese characters, stay.
-        name = mount_fields.split(b" ")[4].decode("unicode_escape").encode("latin-1")
-        mount = Path(os.fsdecode(name))
-        # The innermost mount counts; of two at the same place, the later one hides the other.
-        if (mount == target or mount in target.parents) and len(mount.parts) >= most_parts:
-            file_system = type_fields.split()[0].decode()
-            most_parts = len(mount.parts)
-    return file_system in LOCAL
+        return None
+    return False
 
 
-def _forget_in_child() -> None:
+def is_held_here(path: Path) -> bool:
+    """Return True if this process has locked the file."""
+    open_files = [file.fileno() for file in _locked_files if not file.closed]
+    return path.exists() and any(os.path.samefile(number, path) for number in open_files)
+
+
+def is_local(folder: Path) -> bool:
+    """Return True if only this machine can mount the file system of `folder`."""
+    with contextlib.suppress(OSError):
+        command = ["stat", "--file-system", "--format=%T", str(folder)]
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip() in LOCAL
+    return False
+
+
+def _close_in_child() -> None:
     """Close the locked files that a forked worker inherits, so that a worker that outlives the run holds no lock."""
-    for handle in _held:
-        os.close(handle)
-    _held.clear()
+    for file in _locked_files:
+        file.close()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(after_in_child=_close_in_child)

@@ -9,7 +9,6 @@ from ..ranks.signals import StopSignal
 from ..training.feature import Feature
 from ..training.health import SampleRange
 from ..training.run_state import Run
-from .run_lock import RunLock
 
 
 @dataclass(frozen=True)
@@ -49,15 +48,14 @@ class HeldPlaces(Feature):
         lost = [lock for lock in self._run.locks if lock.is_lost()]
         if not lost:
             return None
-        retaken: list[RunLock] = []
         what_happened = f"{lost[0].path.parent} was removed, renamed or replaced while this run used it"
         for lock in lost:
-            if not lock.take_back():
-                for retaken_lock in retaken:
-                    retaken_lock.release()
-                reason = f"{lock.path.parent} {lock.why_not_free()}"
-                return LostPlace(f"{what_happened}, and {reason}: this run ends unsaved", is_retaken=False)
-            retaken.append(lock)
+            reason = lock.take_back()
+            if reason:
+                for lost_lock in lost:
+                    lost_lock.release()
+                message = f"{what_happened}, and {lock.path.parent} {reason}: this run ends unsaved"
+                return LostPlace(message, is_retaken=False)
         self._run.metrics.is_paused = False
         # The message is shown after the save, which is still to come.
         message = f"{what_happened}; this run has saved into a folder of this name, and ends"

@@ -59,22 +59,19 @@ def check_lock(run_dir: Path, config: Config | None = None) -> Findings:
 
 def _check_held_lock(path: Path, flag: str) -> Finding:
     """Return the finding about a lock file. flag: the flag that names its folder."""
-    from megatron.locks.run_lock import Holder, read_holder
+    from megatron.locks.run_lock import living_holder
 
-    holder = read_holder(path)
+    holder = living_holder(path)
     if holder is None:
-        return failed("run lock", f"{path} is damaged", "delete the lock file if no run uses the directory")
-    if holder.is_gone(Holder.here(), path):
         return warning(
             "run lock",
-            f"{path} was left by {holder}, which has ended",
+            f"{path} was left by a run that has ended",
             "ignore this warning: the next run takes the lock over",
         )
     return failed(
         "run lock",
         f"{path.parent} is in use by {holder}",
-        f"end that process, or give another {flag}; if it ran on another machine and has ended, pass "
-        f"--override-lock (or delete {path})",
+        f"end that process, or give another {flag}; if it ran on another machine and has ended, delete {path}",
     )
 
 

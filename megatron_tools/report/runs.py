@@ -10,7 +10,8 @@ from typing import Any
 from megatron.checkpointing.relocation import relocated
 from megatron.config import Config
 from megatron.config.command_line import from_file
-from megatron.locks.run_lock import LOCK_FILE, Holder, read_holder
+from megatron.locks.advisory import is_held
+from megatron.locks.run_lock import LOCK_FILE, living_holder
 from megatron.rows import RowError, parse_row
 
 LOSS_KEYS = ("lm_loss", "ppl", "text_loss", "text_accuracy")  # numbers of a row that are NaN if the loss is
@@ -117,8 +118,8 @@ class RunData:
     def state(self, now: float | None = None) -> str:
         """Return "finished", "failed", "running" or "stopped".
 
-        The lock of the folder shows whether the run still runs. A lock of another machine proves nothing, so the time
-        of the last row decides then.
+        The lock of the folder shows whether the run still runs. If the lock of another machine may be invisible, the
+        time of the last row decides.
         """
         if self.iteration >= self.config.train.train_iters:
             return "finished"
@@ -128,12 +129,10 @@ class RunData:
 
     def _is_running(self, now: float | None) -> bool:
         path = self.folder / LOCK_FILE
-        this_process = Holder.here()
-        holder = read_holder(path)
-        if holder is None or holder.is_gone(this_process, path):
+        if living_holder(path) is None:
             return False
         quiet_seconds = (now or time.time()) - self.metrics_time
-        return holder.is_alive(this_process, path) or quiet_seconds < QUIET_SECONDS
+        return is_held(path) is True or quiet_seconds < QUIET_SECONDS
 
     def axes(self) -> dict[str, list[float]]:
         """Return {"iteration": [...], "tokens": [...], "hours": [...]} for about MAX_AXIS_POINTS iterations.

@@ -14,7 +14,7 @@ import pytest
 
 from megatron.checkpointing import CheckpointReader, TrainState, find_checkpoint
 from megatron.locks.held_places import LostPlace
-from megatron.locks.run_lock import LOCK_FILE, Holder, start_time_of
+from megatron.locks.run_lock import LOCK_FILE, Holder
 from megatron.ranks.errors import RunError
 from megatron.ranks.signals import StopSignal
 from megatron.training.loop import train
@@ -37,7 +37,7 @@ def _loses_its_place(run_dir: Path, how: str, flags: str, data: str, vocab_file:
                 (run_dir / "metrics.jsonl").write_text("{}\n")
             if how == "replaced":
                 run_dir.mkdir()
-                other = dataclasses.replace(Holder.here(), pid=os.getppid(), started=start_time_of(os.getppid()) or "")
+                other = dataclasses.replace(Holder.here(), pid=os.getppid())
                 (run_dir / LOCK_FILE).write_text(json.dumps(dataclasses.asdict(other)))
         return honest(*args)
 

@@ -88,16 +88,13 @@ class Runs:
         self.folder = folder
         self._inputs = (data, vocab_file)
 
-    def start(self, net: Lab, layout: str, more: str = "") -> list[Rank]:
-        return start_gpt2(net, self.folder, f"{STEPS} {LAYOUTS[layout]} {more}", *self._inputs, PACE)
+    def start(self, net: Lab, layout: str) -> list[Rank]:
+        return start_gpt2(net, self.folder, f"{STEPS} {LAYOUTS[layout]}", *self._inputs, PACE)
 
     def complete(self, layout: str) -> dict[int, tuple[float, float]]:
-        """Start a run, or resume it, and wait for its end; return iteration -> (loss, gradient norm).
-
-        The new hosts cannot see that the process of the old host that has left its lock is dead.
-        """
+        """Start a run, or resume it, and wait for its end; return iteration -> (loss, gradient norm)."""
         with lab(2) as net:
-            for end in [rank.end(60) for rank in self.start(net, layout, "--override-lock")]:
+            for end in [rank.end(60) for rank in self.start(net, layout)]:
                 assert end.code == 0, end.stderr
         return results_of(self.folder / "run")
 

@@ -168,7 +168,7 @@ def test_a_wide_table_has_the_runs_as_rows(monkeypatch: pytest.MonkeyPatch) -> N
     assert as_text(["a"], [facts])[0] == "speed   1,234 tokens/s"
 
 
-def test_the_state_is_that_of_the_process(tmp_path: Path) -> None:
+def test_the_state_is_that_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A living run with old log lines is running, and a run that an error has ended has failed, with the reason."""
     folder = made(tmp_path / "a")
     run = replace(read_run(folder), metrics_time=0.0)
@@ -176,11 +176,11 @@ def test_the_state_is_that_of_the_process(tmp_path: Path) -> None:
     assert run.state() == "running"
     lock.release()
     assert run.state() == "stopped"
-    ended = {**asdict(Holder.here()), "started": "1"}
+    ended = asdict(Holder.here())
     (folder / "run.lock").write_text(json.dumps(ended))
-    assert run.state() == "stopped", "the lock is of a process that has ended"
-    elsewhere = {**ended, "host": "another", "table": "another", "advisory": False}
-    (folder / "run.lock").write_text(json.dumps(elsewhere))
+    assert run.state(now=10.0) == "stopped", "the lock is of a process that has ended"
+    monkeypatch.setattr("megatron.locks.advisory.LOCAL", ())
+    (folder / "run.lock").write_text(json.dumps({**ended, "host": "another"}))
     assert (run.state(now=10.0), run.state(now=10_000.0)) == ("running", "stopped")
     (folder / "run.lock").write_text(json.dumps(ended))
     with open(folder / "metrics.jsonl", "a") as file:
