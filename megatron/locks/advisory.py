@@ -11,7 +11,7 @@ from pathlib import Path
 # File systems that only one machine can mount at a time, by their names in `stat`. On network and virtual file systems,
 # a machine may not see the locks of other machines.
 LOCAL = {"ext2/ext3", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlayfs"}
-_locked_files: "weakref.WeakSet[FileIO]" = weakref.WeakSet()
+_locked_files: weakref.WeakSet[FileIO] = weakref.WeakSet()
 
 
 def open_locked(path: Path) -> FileIO:

@@ -9,6 +9,7 @@ from ..ranks.signals import StopSignal
 from ..training.feature import Feature
 from ..training.health import SampleRange
 from ..training.run_state import Run
+from .run_lock import RunLock
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,10 @@ class HeldPlaces(Feature):
 
     def _take_back(self) -> LostPlace | None:
         """Take all lost locks again, or none of them; return the first lost folder, None if there is none."""
-        lost = [lock for lock in self._run.locks if lock.is_lost()]
+        lost: list[RunLock] = []
+        for lock in self._run.locks:
+            if lock.is_lost():
+                lost.append(lock)
         if not lost:
             return None
         what_happened = f"{lost[0].path.parent} was removed, renamed or replaced while this run used it"

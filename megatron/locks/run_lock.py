@@ -52,9 +52,9 @@ def read_holder(path: Path) -> Holder | None:
         text = path.read_text(encoding="utf-8")
         if not text:
             return None
-        # A lock file of another version may have more fields.
-        record = parse_json(text, "the lock", dict)
-        return Holder(record["host"], record["pid"], record["since"], record.get("job", ""))
+        record = parse_json(text, "the lock", dict)  # a lock file of another version may have more fields
+        job = record.get("job", "")
+        return Holder(record["host"], record["pid"], record["since"], job)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, LookupError, ValueError):
@@ -70,10 +70,12 @@ def may_still_run(holder: Holder, path: Path) -> bool:
     me = Holder.here()
     has_locks = advisory.is_held(path) is not None
     if holder.host == me.host:
-        return not has_locks and Path(f"/proc/{holder.pid}").exists()
-    if holder.job and holder.job == me.job:  # an earlier start, which SLURM ended before it started the job again
-        return False
-    return not has_locks or not advisory.is_local(path.parent)
+        process = Path(f"/proc/{holder.pid}")
+        return process.exists() and not has_locks
+    if holder.job and holder.job == me.job:
+        return False  # an earlier start, which SLURM ended before it started the job again
+    all_locks_are_seen = has_locks and advisory.is_local(path.parent)
+    return not all_locks_are_seen
 
 
 def living_holder(path: Path) -> Holder | None:
@@ -121,10 +123,13 @@ class RunLock:
             raise
 
     def _make_folders(self, folder: Path) -> None:
-        missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
-        for parent in missing:
+        missing: list[Path] = []
+        for parent in (folder, *folder.parents):
+            if parent.exists():
+                break
             if parent.is_symlink():
                 raise ValueError(f"{parent} {why_missing(parent)}: create the folder there, or remove the link")
+            missing.append(parent)
         if self.path.is_dir() or self.path.is_symlink():
             raise ValueError(f"{self.path} is a folder or a link, but must be the lock file of a run: remove it")
         folder.mkdir(parents=True, exist_ok=True)
@@ -135,8 +140,10 @@ class RunLock:
         deadline = time.monotonic() + PATIENCE
         while not self._try(override):
             if time.monotonic() > deadline:
-                advice = f"end it, or give another {self._flag}; if its machine is down, or this folder is a copy"
-                raise self._in_use(read_holder(self.path) or Holder(), f"{advice}, delete {self.path}")
+                holder = read_holder(self.path) or Holder()
+                advice = f"end it, or give another {self._flag}"
+                exceptions = "if its machine is down, or this folder is a copy"
+                raise self._in_use(holder, f"{advice}; {exceptions}, delete {self.path}")
             time.sleep(0.1)
 
     def _try(self, override: bool) -> bool:
