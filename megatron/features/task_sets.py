@@ -55,6 +55,8 @@ def _read_word(word: str, config: Config, tokenizer: Tokenizer) -> TaskSet:
     tasks = [word]
     folders = []
     if path.exists():
+        if name:
+            raise ValueError(f"{flag}: only a cloze file (.jsonl) takes a name such as {name}=: leave it out")
         tasks = local_tasks(path)
         folders = [str(path if path.is_dir() else path.parent)]
     task_manager(tasks, folders, flag)  # only for its errors: it refuses unknown tasks before the run begins

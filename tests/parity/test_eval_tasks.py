@@ -240,14 +240,18 @@ def test_the_tool_gives_the_accuracy_and_a_finished_run_is_not_evaluated_again(
         ("bad.jsonl", '{"context": "a", "target": ""}\n', "bad.jsonl, line 1: the target has no token"),
         ("long.jsonl", json.dumps({"context": "a", "target": "b c " * 99}), "line 1: the target has .*context window"),
         ("none.yaml", "group: x\n", "none.yaml has no lm-eval task"),
+        ("name=tasks.yaml", "task: x\n", "name=: leave it out"),
         ("lambada", None, "--eval-tasks lambada needs the package lm-eval"),
     ],
 )
 def test_bad_tasks_are_refused(word: str, text: str | None, named: str, tmp_path: Path, vocab_file: str) -> None:
-    path = tmp_path / word
+    *prefix, file = word.split("=")
+    path = tmp_path / file
     if text is not None:
         path.write_text(text)
-    config = parse(["--eval-tasks", str(path) if path.suffix else word, "--seq-length", str(SEQ)], {}, 1)
+    config = parse(
+        ["--eval-tasks", "=".join([*prefix, str(path)]) if path.suffix else word, "--seq-length", str(SEQ)], {}, 1
+    )
     with pytest.raises(ValueError, match=named):
         read_tasks(config, load_tokenizer(vocab_file))
 
