@@ -11,10 +11,10 @@ CHINESE = {
     "the sample index needs no compiled helpers; remove this import": "样本不需要编译的辅助代码，去掉即可",
     "there are no retrieval models": "这里没有检索",
     "torch's attention is one kernel and --compile fuses other operations; remove "
-    "this import": "torch 的注意力是一个核函数，其余由 --compile 融合，去掉即可",
+    "this import": "torch 的注意力是一个内核，其余由 --compile 融合，去掉即可",
     "recomputed activations need no separate buffers; remove this import": "保留的激活值不需要专门的缓冲区，去掉即可",
     "DeepSpeed or tds.DistributedOptimizer reduces gradients; "
-    "remove this import": "梯度由 DeepSpeed 或 tds.DistributedOptimizer 规约，去掉即可",
+    "remove this import": "梯度由 DeepSpeed 或 tds.DistributedOptimizer 归约，去掉即可",
     "nothing is downloaded; give --vocab-file": "不下载任何文件，用 --vocab-file 给出",
     "SIGTERM makes a run save and end, and the same command resumes it": "SIGTERM 会保存并结束运行，同样的命令继续它",
     "--tensorboard writes events; metrics.jsonl has all numbers": "--tensorboard 写事件文件，metrics.jsonl 有全部数值",

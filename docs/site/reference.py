@@ -21,7 +21,7 @@ from megatron.config.fields import OneOf, flag, types_of
 from megatron.config.help import fields_own_first
 
 from .imports import imports_page
-from .words import KEYS, WORDS
+from .words import KEYS, REPLACEMENTS, WORDS
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "reference"
@@ -81,7 +81,7 @@ def flags_page(say: dict[str, str]) -> str:
         rows = []
         for each in fields_own_first(section):
             family = each.metadata["family"]
-            only = f" ({say['only']}: {', '.join(family)})" if family else ""
+            only = say["only"].format(say["comma"].join(family)) if family else ""
             about = cell(each.metadata["help"]) + only
             rows.append((code(flag(each.name)), _values(section, each), _default(each.default), about))
         out.append(f"## {name}\n\n{cell(' '.join((section.__doc__ or '').split()))}\n\n{table(heads, rows)}")
@@ -114,7 +114,9 @@ def ds_config_page(say: dict[str, str]) -> str:
     for title, keys in ((say["resolved"], RECONCILED_KEYS), (say["passed_on"], PASSED_KEYS)):
         rows: list[tuple[object, ...]] = [(code(key), KEYS[key][language]) for key in sorted(keys)]
         out.append(f"## {title}\n\n{table(heads, rows)}")
-    rows = [(code(key), cell(instead)) for key, instead in REPLACEMENT_FLAGS.items()]
+    assert REPLACEMENTS.keys() == REPLACEMENT_FLAGS.keys(), "docs/site/words.py must translate each refused key"
+    replacements = REPLACEMENTS if language else REPLACEMENT_FLAGS
+    rows = [(code(key), cell(instead)) for key, instead in replacements.items()]
     out.append(f"## {say['refused']}\n\n{table((say['key'], say['instead']), rows)}")
     out.append(f"## {say['inner']}\n\n{say['inner_about']}\n")
     models = {

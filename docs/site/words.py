@@ -15,7 +15,8 @@ WORDS = {
         "values": "values",
         "default": "default",
         "meaning": "meaning",
-        "only": "only for",
+        "only": " (only for: {})",
+        "comma": ", ",
         "by_family": "Defaults that differ between the scripts",
         "script": "script",
         "variables": "Variables of scripts/run_*.sh",
@@ -69,7 +70,8 @@ WORDS = {
         "values": "取值",
         "default": "默认",
         "meaning": "含义",
-        "only": "只用于",
+        "only": "（只用于：{}）",
+        "comma": "、",
         "by_family": "各脚本的其他默认值",
         "script": "脚本",
         "variables": "scripts/run_*.sh 的变量",
@@ -102,6 +104,15 @@ WORDS = {
         "各文件相互导入的名称。第一行的名称原样可用；导入其他名称会报错，错误信息就是右边一列的英文原文。"
         "\n\n本页由 `python -m docs.site.reference` 写出。",
     },
+}
+
+# The Chinese texts of megatron.config.ds_file.REPLACEMENT_FLAGS.
+REPLACEMENTS = {
+    "optimizer": "--optimizer、--lr、--adam-beta1 和 --weight-decay",
+    "scheduler": "--lr-decay-style、--warmup 和 --min-lr",
+    "activation_checkpointing": "--checkpoint-activations 和 --checkpoint-num-layers",
+    "sparse_attention": "没有对应的参数：不支持",
+    "amp": "--precision",
 }
 
 # The effect of each ds_config key, in English and Chinese.

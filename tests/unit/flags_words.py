@@ -48,7 +48,7 @@ CHINESE = {
     "--overlap-grad-reduce sets how replicas reduce gradients": "副本间怎样累加梯度，由 --overlap-grad-reduce 决定",
     "the flag does not change the loss; each rank always sends only its slice of a tensor": "损失不变；每个 rank 各传消息的一份",
     "the flag does not change the loss; attention is always one fused kernel, and --compile "
-    "fuses other operations": "这里损失不变；torch 的注意力是一个核函数，其余可融合的由 --compile 融合",
+    "fuses other operations": "这里损失不变；torch 的注意力是一个内核，其余可融合的由 --compile 融合",
     "a run never releases the memory that torch's allocator caches": "运行不会释放 torch 分配器缓存的显存",
     "--manual-gc-interval sets when garbage is collected": "何时回收垃圾由 --manual-gc-interval 决定",
     "initial weights depend on --seed and the parameter names, not on the device": "初始权重在任何设备上都由 --seed 和参数名决定",
@@ -56,7 +56,7 @@ CHINESE = {
     "--checkpoint-activations alone turns recomputation on": "只用 --checkpoint-activations 就会重算",
     "checkpointed inputs are not copied into one buffer": "保存的输入不会复制到一个连续的缓冲区",
     "the flag would only slow the run down": "它只会让运行变慢",
-    "attention kernels always accumulate in fp32": "注意力的核函数本来就用 fp32 累加",
+    "attention kernels always accumulate in fp32": "注意力的内核本来就用 fp32 累加",
     "a resumed run keeps its checkpoint's schedule unless --override-lr-schedule is given": "没有 --override-lr-schedule 时，续训总是沿用检查点的学习率计划",
     "the memory-mapped files are read on demand": "文件在用到时才读",
     "checkpoints always contain the optimizer state; --no-load-optim ignores it when loading": "检查点总含优化器；读取时用 --no-load-optim 略去",
