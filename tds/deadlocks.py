@@ -10,6 +10,7 @@ only after both its send and its receive have started. If the graph has no cycle
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from itertools import zip_longest
 from typing import Any
 
@@ -75,39 +76,15 @@ class Graph:
 
     def refuse_cycle(self) -> None:
         """Raise ScheduleError, which names the cycle, if some events wait for each other."""
-        # Take away events that wait for nothing, again and again (Kahn 1962). What is left contains a cycle.
-        followers = self._followers()
-        num_awaited = list(map(len, self.waits_for))  # events that each event still waits for
-        ready = [event for event, count in enumerate(num_awaited) if not count]
-        while ready:
-            for each in followers[ready.pop()]:
-                num_awaited[each] -= 1
-                if not num_awaited[each]:
-                    ready.append(each)
-        if any(num_awaited):
-            raise ScheduleError(self._cycle(num_awaited))
-
-    def _followers(self) -> list[list[int]]:
-        """Return, for each event, the events that wait for it."""
-        followers: list[list[int]] = [[] for _ in self.waits_for]
-        for event, awaited in enumerate(self.waits_for):
-            for each in awaited:
-                followers[each].append(event)
-        return followers
-
-    def _cycle(self, num_awaited: Sequence[int]) -> str:
-        """Describe a cycle of the graph. num_awaited: for each event, how many events it still waits for."""
-        # Each event that is left waits for another one that is left, so following these waits must lead into a cycle.
-        path = list[int]()
-        event = next(i for i, count in enumerate(num_awaited) if count)
-        while event not in path:
-            path.append(event)
-            event = next(each for each in self.waits_for[event] if num_awaited[each])
-        cycle = path[path.index(event) :]
-        names = list(dict.fromkeys(self.names[each] for each in cycle))  # start and end of an operation have one name
-        if len(names) > 8:
-            names[7:] = ["..."]
-        return "messages would deadlock: " + ", which waits for ".join(names)
+        try:
+            TopologicalSorter(dict(enumerate(self.waits_for))).prepare()
+        except CycleError as error:
+            # Each event of the cycle waits for the one before it. Start and end of an operation have one name.
+            cycle: list[int] = error.args[1]
+            names = list(dict.fromkeys(self.names[each] for each in reversed(cycle)))
+            if len(names) > 8:
+                names[7:] = ["..."]
+            raise ScheduleError("messages would deadlock: " + ", which waits for ".join(names)) from None
 
 
 class StageGraph:
