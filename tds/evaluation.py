@@ -1,7 +1,7 @@
 """Evaluation by a pipeline engine: forward passes only, and results for DeepSpeed's arguments of `eval_batch`."""
 
-from collections.abc import Iterator
-from typing import Any, NoReturn
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -89,13 +89,13 @@ def eval_result(engine: Any, loss: Tensor | None, reduce_output: str | None, bca
 def _mean_outputs(engine: Any) -> Any:
     """Return the mean of the outputs over micro-batches and replicas, in the shapes of one micro-batch's outputs."""
     outputs = [as_tuple(each) for each in engine.fwd_outputs]  # a tuple of tensors for each micro-batch
-    if len(set(map(len, outputs))) > 1:
-        _raise_different_shapes()
+    if len(set(map(_shapes_of, outputs))) > 1:
+        raise ValueError(
+            "eval_batch(compute_loss=False) averages the outputs of micro-batches, but here their shapes differ: "
+            "use reduce_output=None to get the list of outputs"
+        )
     sums = []
     for tensors in zip(*outputs, strict=True):  # one output of all micro-batches
-        shapes = {t.shape for t in tensors}
-        if len(shapes) > 1:
-            _raise_different_shapes()
         wide = torch.promote_types(tensors[0].dtype, torch.float32)  # a sum in fp16 may overflow
         sums.append(torch.stack(tensors).sum(0, dtype=wide))
     count = torch.tensor(float(len(outputs)), dtype=torch.float64, device=engine.device)
@@ -109,9 +109,6 @@ def _mean_outputs(engine: Any) -> Any:
     return means[0] if isinstance(engine.fwd_outputs[0], Tensor) else tuple(means)
 
 
-def _raise_different_shapes() -> NoReturn:
-    """Raise ValueError: outputs of different shapes have no mean."""
-    raise ValueError(
-        "eval_batch(compute_loss=False) averages the outputs of micro-batches, but here their shapes differ: "
-        "use reduce_output=None to get the list of outputs"
-    )
+def _shapes_of(outputs: Sequence[Tensor]) -> tuple[torch.Size, ...]:
+    """Return the shapes of one micro-batch's outputs."""
+    return tuple(output.shape for output in outputs)
