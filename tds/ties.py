@@ -1,6 +1,7 @@
 """Ties of modules over pipeline stages: all weights of a tied module, not only those that its spec lists."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +40,7 @@ def tie_all_weights(module: Any, comms: Comm) -> None:
         _include_untied_in_norms(comm)
         source = comm["ranks"][_first_stage_index(module, key)]  # the rank whose values the others get
         for name in [*comm["weight_attr"], *buffers[key]]:
-            _broadcast_bytes(_get_tensor(comm["module"], name), source, comm["group"])
+            _broadcast_bytes(attrgetter(name)(comm["module"]), source, comm["group"])
 
 
 def _agree_on_names(comms: Comm) -> dict[str, list[str]]:
@@ -102,7 +103,7 @@ def _drop_aliases(module: Any, names: Sequence[str]) -> Iterator[str]:
     """Yield the names without those of a tensor that had another name before: it would be summed twice."""
     seen = set()
     for name in names:
-        tensor = _get_tensor(module, name)
+        tensor = attrgetter(name)(module)
         if id(tensor) not in seen:
             yield name
         seen.add(id(tensor))
@@ -110,7 +111,7 @@ def _drop_aliases(module: Any, names: Sequence[str]) -> Iterator[str]:
 
 def _include_untied_in_norms(comm: Comm) -> None:
     """Count the weights that only this stage has in norms; DeepSpeed leaves out the whole module on later stages."""
-    tied = {id(_get_tensor(comm["module"], name)) for name in comm["weight_attr"]}
+    tied = {id(attrgetter(name)(comm["module"])) for name in comm["weight_attr"]}
     for p in comm["module"].parameters():
         if id(p) not in tied:
             p.ds_pipe_replicated = False
@@ -123,12 +124,6 @@ def _first_stage_index(module: Any, key: str) -> int:
         if isinstance(spec, TiedLayerSpec) and spec.key == key:
             stages.append(module.stage_owner(index))
     return sorted(set(stages)).index(stages[0])
-
-
-def _get_tensor(module: Any, name: str) -> Tensor:
-    path, _, attribute = name.rpartition(".")
-    tensor: Tensor = getattr(module.get_submodule(path), attribute)
-    return tensor
 
 
 @torch.no_grad()
