@@ -16,7 +16,7 @@ from .bucket_launch import BucketLauncher, ChunkOf, pack_buckets, sort_buckets
 from .distributed_optimizer import DistributedOptimizer
 from .param_replicas import group_by_holders
 from .patches import is_reduction_replaced
-from .reductions import Reduction, reduce_tied_grads
+from .reductions import Reduction
 from .schedule import Backward, BackwardWeight, Instruction
 from .sequential import chunk_of_weights
 from .sparse import dense_gradient, sparse_weights, sum_sparse
@@ -87,11 +87,7 @@ class GradReducer:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        group: Any,
-        bucket_bytes: int | None = None,
-        chunk_of: ChunkOf | None = None,
+        self, module: nn.Module, group: Any, bucket_bytes: int | None = None, chunk_of: ChunkOf | None = None
     ) -> None:
         self._module = module
         self._group = group
@@ -160,7 +156,7 @@ class OverlappedReduction(Reduction):
         gradient_of = None  # reads `.grad`
         if isinstance(self.reducer, DistributedOptimizer):
             gradient_of = self.reducer.gradient_share
-        reduce_tied_grads(self._module, self._engine.stage_id, gradient_of)
+        self.reduce_tied_grads(gradient_of)
 
 
 def choose_reduction(engine: Any) -> Reduction:

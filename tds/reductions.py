@@ -30,32 +30,6 @@ def any_over_ranks(flags: Sequence[bool], group: Any) -> list[bool]:
     return list(map(bool, any_flags.tolist()))
 
 
-def reduce_tied_grads(module: Any, stage: int, gradient_of: GradientOf | None = None) -> None:
-    """Sum the gradients of each tied weight over its stages. Collective over these stages.
-
-    A weight that has a gradient on any of its stages gets the sum on all its stages. A weight without a gradient on all
-    its stages (frozen, or unused in this step) stays without one, so no optimizer decays it.
-
-    gradient_of: returns the gradient of a weight, for gradients that are not in `.grad`.
-    Raises RuntimeError if a weight is frozen on one stage and trained on another.
-    """
-    sparse = set() if gradient_of else set(sparse_weights(module))
-    for key, group, weights in ties(module):
-        grads = [gradient_of(weight) if gradient_of else weight.grad for weight in weights.values()]
-        trained_anywhere = any_over_ranks([grad is not None for grad in grads], group)
-        for (name, weight), grad, is_trained in zip(weights.items(), grads, trained_anywhere, strict=True):
-            if not is_trained:
-                continue
-            is_only_elsewhere = grad is None and gradient_of is not None  # it returns None outside of its optimizer
-            refuse_untrained(weight, f"{key}.{name}", stage, is_only_elsewhere)
-            if weight in sparse:
-                sum_sparse([weight], group)
-                continue
-            if grad is None:  # this stage did not use the weight in this step
-                grad = weight.grad = torch.zeros_like(weight)
-            dist.all_reduce(grad, group=group)
-
-
 class Reduction:
     """Summation of a pipeline engine's gradients: over the replicas, then over the stages of each tied weight.
 
@@ -90,4 +64,29 @@ class Reduction:
     def finish(self) -> None:
         """Sum the gradients of a step, after its last backward pass."""
         self.reduce_over_replicas()
-        reduce_tied_grads(self._module, self._engine.stage_id)
+        self.reduce_tied_grads()
+
+    def reduce_tied_grads(self, gradient_of: GradientOf | None = None) -> None:
+        """Sum the gradients of each tied weight over its stages. Collective over these stages.
+
+        A weight that has a gradient on any of its stages gets the sum on all its stages. A weight without a gradient on
+        all its stages (frozen, or unused in this step) stays without one, so no optimizer decays it.
+
+        gradient_of: returns the gradient of a weight, for gradients that are not in `.grad`.
+        Raises RuntimeError if a weight is frozen on one stage and trained on another.
+        """
+        sparse = set() if gradient_of else set(sparse_weights(self._module))
+        for key, group, weights in ties(self._module):
+            grads = [gradient_of(weight) if gradient_of else weight.grad for weight in weights.values()]
+            trained_anywhere = any_over_ranks([grad is not None for grad in grads], group)
+            for (name, weight), grad, is_trained in zip(weights.items(), grads, trained_anywhere, strict=True):
+                if not is_trained:
+                    continue
+                is_only_elsewhere = grad is None and gradient_of is not None  # it returns None outside of its optimizer
+                refuse_untrained(weight, f"{key}.{name}", self._engine.stage_id, is_only_elsewhere)
+                if weight in sparse:
+                    sum_sparse([weight], group)
+                    continue
+                if grad is None:  # this stage did not use the weight in this step
+                    grad = weight.grad = torch.zeros_like(weight)
+                dist.all_reduce(grad, group=group)

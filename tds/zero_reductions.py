@@ -11,7 +11,7 @@ from torch import nn
 
 from ._deepspeed import bf16_sums
 from .pipe import tied_weights, ties
-from .reductions import Reduction, any_over_ranks, reduce_tied_grads
+from .reductions import Reduction, any_over_ranks
 from .schedule import Instruction
 from .sparse import empty_gradient, sparse_weights
 
@@ -71,7 +71,7 @@ class Bf16Reduction(Reduction):
         def gradient_of(weight: nn.Parameter) -> torch.Tensor | None:
             return sums[weight].gradient if weight in sums else None  # a frozen weight has no sum
 
-        reduce_tied_grads(self._module, self._engine.stage_id, gradient_of)
+        self.reduce_tied_grads(gradient_of)
         for _, group, weights in ties(self._module):
             tied = [sums[weight] for weight in weights.values() if weight in sums]
             flags = [each.flags[each.position] for each in tied]
@@ -97,7 +97,7 @@ class ZeroReduction(Reduction):
         if sums_first:
             for weight in fill_missing_grads(tied, replicas):
                 dist.all_reduce(weight.grad, group=replicas)
-        reduce_tied_grads(self._module, self._engine.stage_id)
+        self.reduce_tied_grads()
         if sums_first and dist.get_rank(replicas):
             for weight in tied:
                 if weight.grad is not None:
