@@ -100,9 +100,7 @@ class Sender:
 
     def send(self, tensors: Sequence[BoundaryTensor]) -> None:
         """Start sending tensors as one message."""
-        payload = self._pack(tensors)
-        if payload is not None:
-            self._start_send(payload)
+        self._start_send(self._pack(tensors))
 
     def send_outputs(self, micro_chunk: MicroChunk, run_end: int, tensors: Sequence[BoundaryTensor], who: str) -> None:
         """Send the activations of a micro-batch, after a header if a run begins.
@@ -123,8 +121,7 @@ class Sender:
                 f"from those of the previous micro-batch, although the inputs have equal shapes; if output shapes "
                 f"depend on the data, use PipelineModule(..., dynamic_shape=True)"
             )
-        if payload is not None:
-            self._start_send(payload)
+        self._start_send(payload)
 
     def send_end(self) -> None:
         """Send a header that means the end of the data, in place of a step's first message; wait until it is sent."""
@@ -140,8 +137,10 @@ class Sender:
     def __str__(self) -> str:
         return f"to rank {self.link.peer}"
 
-    def _start_send(self, buffer: Tensor, group: Any = None) -> None:
-        """Start sending a buffer, and keep it until the send has finished. group: by default that of messages."""
+    def _start_send(self, buffer: Tensor | None, group: Any = None) -> None:
+        """Start sending a buffer, if any, and keep it until it is sent. group: by default that of messages."""
+        if buffer is None:
+            return
         self.bytes_sent += buffer.nbytes
         trace.sent(buffer.nbytes)
         work = dist.isend(buffer, self.link.peer, group=group or self.link.group)
@@ -159,8 +158,8 @@ class Sender:
         must_copy = False
         for each in tensors:
             if each.tensor.numel():
-                is_shared = storage_use_count(each.tensor) > 1  # counted before `_local_slice` makes views
-                part = _padded_bytes(self._local_slice(each))
+                is_shared = storage_use_count(each.tensor) > 1  # counted before `_local_bytes` makes views
+                part = self._local_bytes(each)
                 must_copy = is_shared and same_storage(part, each.tensor)
                 parts.append(part)
         if must_copy or len(parts) > 1:
@@ -179,15 +178,17 @@ class Sender:
         header = torch.frombuffer(bytearray(text.ljust(HEADER_SIZE)), dtype=torch.uint8)
         self._start_send(header, self.link.header_group)
 
-    def _local_slice(self, boundary_tensor: BoundaryTensor) -> Tensor:
-        """Return the part of a tensor that this rank sends, as a flat tensor."""
-        flat = boundary_tensor.tensor.detach().contiguous().view(-1)
+    def _local_bytes(self, boundary_tensor: BoundaryTensor) -> Tensor:
+        """Return the part of a tensor that this rank sends, as flat bytes padded to a multiple of ALIGN."""
+        part = boundary_tensor.tensor.detach().contiguous().view(-1)
         link = self.link
-        if not boundary_tensor.is_split or link.slice_size == 1:
-            return flat
-        length = link.local_numel(SPLIT, boundary_tensor.tensor.shape)  # on all ranks, e.g. 3 of 10 on each of 4
-        part = flat[length * link.slice_rank : length * (link.slice_rank + 1)]
-        return torch.nn.functional.pad(part, (0, length - part.numel()))  # the last slice is shorter
+        if boundary_tensor.is_split and link.slice_size > 1:
+            length = link.local_numel(SPLIT, boundary_tensor.tensor.shape)  # on all ranks, e.g. 3 of 10 on each of 4
+            part = part[length * link.slice_rank : length * (link.slice_rank + 1)]
+            part = torch.nn.functional.pad(part, (0, length - part.numel()))  # the last slice is shorter
+        raw_bytes = part.view(torch.uint8)
+        padding = -raw_bytes.numel() % ALIGN
+        return torch.nn.functional.pad(raw_bytes, (0, padding)) if padding else raw_bytes
 
 
 class PostedReceive(NamedTuple):
@@ -350,10 +351,3 @@ class Receiver:
 
 def _layout_as_json(layout: Layout) -> list[Any]:
     return [(str(dtype).removeprefix("torch."), flags, shape) for dtype, flags, shape in layout]
-
-
-def _padded_bytes(part: Tensor) -> Tensor:
-    """Return the bytes of a flat tensor, padded to a multiple of ALIGN."""
-    raw_bytes = part.view(torch.uint8)
-    padding = -raw_bytes.numel() % ALIGN
-    return torch.nn.functional.pad(raw_bytes, (0, padding)) if padding else raw_bytes
