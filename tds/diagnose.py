@@ -46,7 +46,7 @@ def _install_excepthook() -> None:
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        latest = Watchdog._active_watchdog
+        latest = Watchdog.latest
         if latest and (isinstance(error, KeyboardInterrupt) or latest.reports_all_errors):
             latest.fail(error)  # not reported yet: it was raised outside a step
         if not getattr(error, "tds_reported", False):
@@ -126,7 +126,7 @@ class Watchdog(Observer):
     idle: text that describes this rank in a report while no activity is recorded.
     """
 
-    _active_watchdog: "Watchdog | None" = None
+    latest: "Watchdog | None" = None
     reports_all_errors = False  # whether to report uncaught errors outside steps, too
     advice = (
         "to save memory, use smaller micro-batches (train_micro_batch_size_per_gpu), recompute activations "
@@ -151,7 +151,7 @@ class Watchdog(Observer):
         self._device_progress = DeviceProgress(device) if device is not None and device.type != "cpu" else None
         self._main_thread_id = threading.main_thread().ident or 0
         self._exit_lock = threading.Lock()
-        Watchdog._active_watchdog = self
+        Watchdog.latest = self
         _install_excepthook()
         self._stopped = threading.Event()
         self._answered = time.monotonic()
@@ -161,11 +161,6 @@ class Watchdog(Observer):
             thread.start()
         atexit.register(self._stop)
 
-    @classmethod
-    def latest(cls) -> "Watchdog | None":
-        """Return the active watchdog of this process, or None."""
-        return cls._active_watchdog
-
     def record(self, what: Any) -> None:
         """Record that this rank now does `what`; None: this rank does nothing that other ranks may wait for."""
         if self._device_progress and self._activity:
@@ -174,7 +169,7 @@ class Watchdog(Observer):
                 self._device_progress.record_submitted(self._activity.what)
         self._activity = None if what is None else Activity(what, time.monotonic())
         if what is not None:
-            Watchdog._active_watchdog = self
+            Watchdog.latest = self
 
     def begin(self, what: Any) -> None:
         """Record that this rank begins an instruction; the other parts of a step say themselves when they wait."""
@@ -237,7 +232,7 @@ class Watchdog(Observer):
     def _poll(self) -> Iterator[Activity | None]:
         """Yield the current activity a few times a second, while this watchdog is active and its engine exists."""
         while self._describe() is not None and not self._stopped.wait(POLL_SECONDS):
-            if Watchdog._active_watchdog is self:
+            if Watchdog.latest is self:
                 yield self._activity
 
     def _watch_faults(self) -> None:
@@ -339,6 +334,6 @@ def watch_startup() -> None:
     """Make an uncaught error in this process end all ranks with a report, until an engine starts its own watchdog."""
     if not dist.is_initialized() or dist.get_backend() == "fake":  # a simulated world has no other processes
         return
-    if dist.get_world_size() > 1 and Watchdog.latest() is None:
+    if dist.get_world_size() > 1 and Watchdog.latest is None:
         watchdog = Watchdog(float("inf"), describe=None, name="run", idle="before its first step in an engine")
         watchdog.reports_all_errors = True

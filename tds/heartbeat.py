@@ -157,7 +157,7 @@ def _watch_rank_0(port: int, seconds: float) -> None:
     except OSError as error:
         if error.errno not in SILENT_ERRORS and not isinstance(error, TimeoutError):
             return  # rank 0 has ended, which the watchdog notices
-    watchdog = Watchdog.latest()
+    watchdog = Watchdog.latest
     assert watchdog is not None, "watch_startup() creates a watchdog"
     watchdog.exit_with_stack(
         f"{name_this_rank(dist.get_rank())}: {_describe_silence(f'{rank_0_host} (rank 0)', seconds)}"
