@@ -32,18 +32,18 @@ class WeightAverage:
         inner = torch_optimizer_of(engine)
         # A DistributedOptimizer steps its buckets in groups: only those of the current group have a gradient.
         self._in_groups = engine.distributed is not None
-        inner.register_step_pre_hook(lambda *_: self._before_step(inner))
-        inner.register_step_post_hook(lambda *_: self._after_step(inner))
+        inner.register_step_pre_hook(self._before_step)
+        inner.register_step_post_hook(self._after_step)
         engine.weight_average = self
 
-    def _before_step(self, inner: torch.optim.Optimizer) -> None:
+    def _before_step(self, inner: torch.optim.Optimizer, *_: Any) -> None:
         """Copy each weight before its first step, since its average begins with this value."""
         for weight in weights_of(inner):
             if weight.grad is not None and AVERAGE not in inner.state.get(weight, {}):
                 self._initial[weight] = weight.detach().clone()
 
     @torch.no_grad()
-    def _after_step(self, inner: torch.optim.Optimizer) -> None:
+    def _after_step(self, inner: torch.optim.Optimizer, *_: Any) -> None:
         """Move the averages towards the new weights."""
         weights = weights_of(inner)
         stepped = [weight for weight in weights if weight.grad is not None]

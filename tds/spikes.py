@@ -60,8 +60,8 @@ class SpikeGuard:
         self._saved_grads: list[tuple[Tensor, Tensor | None]] = []
         if isinstance(engine.optimizer, DeepSpeedOptimizer):
             inner: torch.optim.Optimizer = engine.optimizer.optimizer
-            inner.register_step_pre_hook(lambda *_: self._before_step(inner))
-            inner.register_step_post_hook(lambda *_: self._after_step())
+            inner.register_step_pre_hook(self._before_step)
+            inner.register_step_post_hook(self._after_step)
         engine.spike_guard = self
 
     def begin(self, loss: Tensor) -> None:
@@ -104,7 +104,7 @@ class SpikeGuard:
             return None
         return Deviation(name, value, mean, deviation, steps)
 
-    def _before_step(self, inner: torch.optim.Optimizer) -> None:
+    def _before_step(self, inner: torch.optim.Optimizer, *_: Any) -> None:
         """Make the step of DeepSpeed's optimizer a no-op if it must be skipped.
 
         DeepSpeed may step its groups separately. Then only the first call in a step looks for a spike.
@@ -118,7 +118,7 @@ class SpikeGuard:
             self._saved_grads = [(p, p.grad) for p in weights_of(inner)]
         skip_unless_finite(inner, norm)
 
-    def _after_step(self) -> None:
+    def _after_step(self, *_: Any) -> None:
         for parameter, grad in self._saved_grads:  # with offloading, DeepSpeed uses the memory of these gradients again
             parameter.grad = grad
         self._saved_grads = []

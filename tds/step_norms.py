@@ -49,8 +49,8 @@ class StepNorms:
         self._slices: list[_Slice] | None = None  # None: do not measure
         self._weights_before: dict[Tensor, Tensor] = {}
         inner = torch_optimizer_of(engine)
-        inner.register_step_pre_hook(lambda *_: self._before_step(inner))
-        inner.register_step_post_hook(lambda *_: self._after_step())
+        inner.register_step_pre_hook(self._before_step)
+        inner.register_step_post_hook(self._after_step)
 
     def begin(self) -> None:
         """Measure the next step."""
@@ -116,7 +116,7 @@ class StepNorms:
             elif is_first_holder(parameter, self._is_first_replica):
                 yield _Slice(parameter, 0, parameter.numel(), index)
 
-    def _before_step(self, inner: torch.optim.Optimizer) -> None:
+    def _before_step(self, inner: torch.optim.Optimizer, *_: Any) -> None:
         """Measure the gradients and copy the weights of this call; DeepSpeed may step groups in separate calls."""
         if self._slices is None:
             return
@@ -131,7 +131,7 @@ class StepNorms:
         self._gradients += self._sums(gradients)
 
     @torch.no_grad()
-    def _after_step(self) -> None:
+    def _after_step(self, *_: Any) -> None:
         """Measure the updates of the weights that `_before_step` has copied."""
         for owner, change in self._weights_before.items():
             change.sub_(owner.detach())  # minus the update, which has the same norm
