@@ -74,7 +74,8 @@ def read_contract(model: Any, chunks: int, settings: dict[str, Any]) -> Contract
     `_input_type` and `_input_pipe_partitioned`, with one item per tensor.
     """
     outputs = _read_declarations(model, "boundaries", chunks)
-    return Contract(outputs, _read_declarations(model, "receives", chunks), settings)
+    inputs = _read_declarations(model, "receives", chunks)
+    return Contract(outputs, inputs, settings)
 
 
 def _read_declarations(model: Any, name: str, chunks: int) -> tuple[Declared, ...]:

@@ -227,7 +227,8 @@ def copy_changed(exact: Tensor, seen: Tensor) -> Tensor:
     compared, because torch.compile leaves out a cast to half precision whose result is not stored.
     """
     rounded = exact.to(seen.dtype).view(torch.int16)
-    return exact.copy_(torch.where(rounded == seen.view(torch.int16), exact, seen))
+    is_unchanged = rounded == seen.view(torch.int16)
+    return exact.copy_(torch.where(is_unchanged, exact, seen))
 
 
 def copy_changed_in_slices(exact: Tensor, seen: Tensor) -> Tensor:

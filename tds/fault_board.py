@@ -112,7 +112,7 @@ class FaultBoard:
         self.rank = dist.get_rank()
         self.world = dist.get_world_size()
         self.poll_ticks = ticks_between_queries(self.rank, self.world)
-        self.delay = POLL_SECONDS * (math.ceil(self.world / RANKS_PER_TICK) - 1)
+        self.delay = POLL_SECONDS * (ticks_between_queries(1, self.world) - 1)
 
     def host_names(self) -> dict[int, str]:
         """Return rank -> host name, for all ranks that have written their hosts; none if the run is on one machine."""

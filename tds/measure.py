@@ -13,13 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ._deepspeed import (
-    BF16_Optimizer,
-    FP16_Optimizer,
-    FP16_UnfusedOptimizer,
-    StockPipelineEngine,
-    deepspeed,
-)
+from ._deepspeed import BF16_Optimizer, FP16_Optimizer, FP16_UnfusedOptimizer, StockPipelineEngine, deepspeed
 from .base_engine import Engine
 from .optimizer_state import disable_reduction, get_weight
 

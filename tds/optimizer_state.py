@@ -32,7 +32,7 @@ def _is_wrapped(parameter: nn.Parameter) -> bool:
 
 def stepped_tensors(engine: Any) -> list[Tensor]:
     """Return the tensors that the torch optimizer steps: the parameters, or ZeRO's flat shards of them."""
-    if engine.zero_optimization_stage() == 3 and engine.optimizer is not torch_optimizer_of(engine):
+    if engine.zero_optimization_stage() == 3 and returns_copies(engine):
         # ZeRO-3 puts these shards into param_groups only while it steps them.
         return list(engine.optimizer.fp32_partitioned_groups_flat)
     return weights_of(torch_optimizer_of(engine))

@@ -75,7 +75,7 @@ class PatchPoint(NamedTuple):
 
     place: Any
     name: str
-    advice: str = ""
+    advice: str
 
     def __str__(self) -> str:
         if isinstance(self.place, ModuleType):

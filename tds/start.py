@@ -96,8 +96,9 @@ def _check_for_deadlocks(plan: Plan, micros: int, rules: Rules) -> None:
 
 def _refuse_settings(engine: Any, settings: Mapping[str, Any], chunks: int) -> None:
     """Raise ValueError for settings that would compute wrong numbers, hang or have no effect; for profilers, warn."""
+    config = engine._config
     for profiler in ("flops_profiler", "comms_logger"):
-        if engine._config._param_dict.get(profiler, {}).get("enabled") and not engine.global_rank:
+        if config._param_dict.get(profiler, {}).get("enabled") and not engine.global_rank:
             warnings.warn(f"{profiler} records no training step of a pipeline: use torch.profiler", stacklevel=4)
     name = settings.get("schedule", "1f1b")
     # Without an optimizer, such as for evaluation, there is no gradient norm.
@@ -114,7 +115,6 @@ def _refuse_settings(engine: Any, settings: Mapping[str, Any], chunks: int) -> N
             f"before they send theirs: unset the variable, or debug without a pipeline "
             f"({setting_advice['no pipeline']})"
         )
-    config = engine._config
     if config.torch_autocast_enabled and config.torch_autocast_dtype == torch.float16:
         raise ValueError(
             "torch_autocast with float16 under a pipeline would scale the loss of each stage separately: "

@@ -150,11 +150,4 @@ def _message_key(rank: RankTrace, event: Event, name: str, hop: int) -> tuple[An
     metadata = rank.metadata
     args = event["args"]
     stage = args["chunk"] * metadata["stages"] + metadata["stage"] + hop
-    return (
-        args["iteration"],
-        metadata["replica"],
-        metadata["model"],
-        name,
-        stage,
-        args["micro"],
-    )
+    return args["iteration"], metadata["replica"], metadata["model"], name, stage, args["micro"]

@@ -248,7 +248,7 @@ def begin() -> SpanStart | None:
 
 def end(mark: SpanStart | None, name: str, kind: str = "part", micro: int = -1, chunk: int = 0) -> None:
     """End a span. mark: the result of `begin`."""
-    if mark is not None and _active:
+    if _active:
         _active[0].end(mark, name, kind, micro, chunk)
 
 
