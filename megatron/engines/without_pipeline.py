@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import tds
@@ -19,7 +18,8 @@ from tds.sparse import grad_values
 
 from .. import mpu
 from ..config.ds_config import Resolved
-from ..mpu import Axis
+from ..mpu.sequence import Pending, start_all_reduce
+from ..mpu.vocab_shards import reduce_in_place
 from ..ranks.objects import gather_objects
 from ..timers import Timers
 from ..training.task import Task, describe
@@ -100,7 +100,7 @@ class NoPipeEngine:
         # The losses are complete, so their sum over the replicas travels during the last backward pass.
         names = self._require_same_names(aux, "training")
         aux_sums = [aux[name] for name in names]
-        pending_sums = PendingSum(torch.stack([loss_sum, *aux_sums]), self.data)
+        pending_sums = start_all_reduce(torch.stack([loss_sum, *aux_sums]), self.data)
         num_targets = _num_targets(counts)
         self._backward(loss, self.factor(gas) / num_targets, last=True)
         mean_loss, *aux_means = (pending_sums.wait() / num_targets).unbind()
@@ -112,7 +112,7 @@ class NoPipeEngine:
             norm = engine.get_global_grad_norm()
         return end_step(engine, mean_loss, norm, dict(zip(names, aux_means, strict=True)))
 
-    def _pass_mean_targets(self, counts: "PendingSum", gas: int) -> None:
+    def _pass_mean_targets(self, counts: Pending, gas: int) -> None:
         """Give the loss function the mean number of targets of a micro-batch, if it asks for it."""
         loss_fn: Any = getattr(self.deepspeed.module, "loss_fn", None)
 
@@ -261,7 +261,7 @@ class NoPipeEngine:
     def times(self) -> dict[str, float]:
         return {}
 
-    def _read_batches(self, batches: Batches | None, gas: int) -> tuple[list[Any], "PendingSum"]:
+    def _read_batches(self, batches: Batches | None, gas: int) -> tuple[list[Any], Pending]:
         """Return (`gas` micro-batches, number of targets of the global batch).
 
         If `count_targets` returns a vector, the number is the first element of a vector of counts. The number stays on
@@ -276,44 +276,26 @@ class NoPipeEngine:
             micro_batches = [self.batch_fn(data) for data in batches_read]
             if self.count_targets is None:  # each micro-batch counts as one target
                 count = torch.tensor(float(gas * self.data.size), dtype=torch.float64)
-                return micro_batches, PendingSum(count, axis=None)
+                return micro_batches, Pending(None, count)
             target_count = torch.zeros((), dtype=torch.float64, device=self.deepspeed.device)
             for batch in micro_batches:
                 batch_count = _check_counts(self.count_targets(batch))
                 target_count = target_count + batch_count
-            return micro_batches, PendingSum(target_count, self.data)
+            return micro_batches, start_all_reduce(target_count, self.data)
 
     def _norm_of_shares(self, engine: Any) -> Tensor:
         """Return the norm of all gradients, of which tds' DistributedOptimizer holds a share on each rank."""
         mesh = mpu.get_mesh()
-        squared_norm: Tensor = engine.distributed.squared_norm(mesh.model.rank, engine.device)
-        if mesh.replica.size > 1:
-            dist.all_reduce(squared_norm, group=mesh.replica.group)
+        squared_norm = engine.distributed.squared_norm(mesh.model.rank, engine.device)
+        reduce_in_place(squared_norm, mesh.replica)
         return self._sum_over_replicas(squared_norm).sqrt()
 
     def _sum_over_replicas(self, x: Tensor) -> Tensor:
         """Sum x [...] over the data-parallel ranks, in place, and return it."""
-        return PendingSum(x, self.data).wait()
+        return start_all_reduce(x, self.data).wait()
 
 
-class PendingSum:
-    """A sum over the ranks of an axis, which travels while these ranks compute. axis: None for a tensor to keep."""
-
-    def __init__(self, x: Tensor, axis: Axis | None) -> None:
-        self._x = x
-        self._work: Any = None
-        if axis is not None and axis.size > 1:
-            self._work = dist.all_reduce(x, group=axis.group, async_op=True)
-
-    def wait(self) -> Tensor:
-        """Return the sum. On an accelerator, its stream waits, not the host."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        return self._x
-
-
-def _nonzero_counts(counts: PendingSum) -> Tensor:
+def _nonzero_counts(counts: Pending) -> Tensor:
     """Return the counts, a scalar or a vector, of which the first is the number of targets.
 
     A batch without targets counts as 1 target.
@@ -324,7 +306,7 @@ def _nonzero_counts(counts: PendingSum) -> Tensor:
     return totals
 
 
-def _num_targets(counts: PendingSum) -> Tensor:
+def _num_targets(counts: Pending) -> Tensor:
     """Return the number of targets of the global batch, a scalar; it is the first count of a vector of counts."""
     return _nonzero_counts(counts).view(-1)[0]
 

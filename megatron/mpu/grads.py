@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from tds import clip
@@ -11,6 +10,7 @@ from tds.param_replicas import replica_squared_norm
 
 from .current import current_mesh
 from .mesh import Mesh
+from .vocab_shards import reduce_in_place
 
 
 def is_split(parameter: nn.Parameter) -> bool:
@@ -42,8 +42,7 @@ def grad_norm(parameters: Iterable[nn.Parameter] | nn.Parameter, mesh: Mesh | No
     grads = [p.grad for p in parameters if p.grad is not None]
     device = parameters[0].device if parameters else torch.device("cpu")
     squared_norm = replica_squared_norm(parameters, mesh.model.rank, device, mesh.data.group)
-    if mesh.replica.size > 1:
-        dist.all_reduce(squared_norm, group=mesh.replica.group)
+    reduce_in_place(squared_norm, mesh.replica)
     dtype = torch.float32
     if grads:
         dtype = torch.promote_types(grads[0].dtype, dtype)

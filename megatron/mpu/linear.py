@@ -12,14 +12,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from .._torch import onednn_linear, will_run
 from .mesh import Axis, Options
 from .parameters import spec_of
-from .sequence import Pending, start_all_gather, start_reduce_scatter
+from .sequence import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
 
 # Matmuls with fewer rows, as in decoding, mostly wait for the weight. So their kernels are chosen separately.
 MIN_ROWS = 32
@@ -195,7 +194,4 @@ def start_reduction(x: Tensor, axis: Axis, sequence: Axis) -> Pending:
     """Start an all-reduce of partial sums [s, ...], or with sequence parallelism a reduce-scatter to [s/t, ...]."""
     if sequence.size > 1:
         return start_reduce_scatter(x, sequence)
-    work = None
-    if axis.size > 1:
-        work = dist.all_reduce(x, group=axis.group, async_op=True)
-    return Pending(work, x)
+    return start_all_reduce(x, axis)

@@ -108,6 +108,14 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
     return Pending(work, own_shard)
 
 
+def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
+    """Start summing x [...] over the ranks in place; with one rank, the result is `x` itself."""
+    work = None
+    if axis.size > 1:
+        work = dist.all_reduce(x, group=axis.group, async_op=True)
+    return Pending(work, x)
+
+
 def local_shard(x: Tensor, dim: int = 0, axis: Axis | None = None) -> Tensor:
     """Return this rank's shard of `x` along `dim`: [..., s, ...] -> [..., s/t, ...].
 

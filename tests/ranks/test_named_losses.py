@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import tds
-from megatron.engines.without_pipeline import PendingSum, _nonzero_counts, _num_targets
+from megatron.engines.without_pipeline import _nonzero_counts, _num_targets
+from megatron.mpu.sequence import Pending
 from tds.losses import Losses
 from tests.support import on_ranks
 
@@ -149,7 +150,7 @@ def test_the_number_of_targets_may_be_any_number_but_0(
     losses.count(lambda _: of_a_batch, [None] * 4, None)
     assert losses.divisor.item() == pytest.approx(divisor)
     assert losses.mean_counts is not None and losses.mean_counts.tolist() == pytest.approx(means)
-    without_pipeline = PendingSum(4 * of_a_batch, axis=None)
+    without_pipeline = Pending(None, 4 * of_a_batch)
     assert _num_targets(without_pipeline).item() == pytest.approx(divisor)
     assert (_nonzero_counts(without_pipeline) / 4).tolist() == pytest.approx(means)
 
