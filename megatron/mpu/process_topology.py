@@ -48,17 +48,7 @@ class ProcessTopology:
         groups: list[list[int]] = self.lines(axis) if axis in self.get_axis_names() else []
         return groups
 
-    def context_lines(self: Any) -> list[list[int]]:
-        """Return the context-parallel groups, each a list of ranks."""
-        groups: list[list[int]] = self._consecutive_groups(self.context)
-        return groups
-
-    def expert_lines(self: Any) -> list[list[int]]:
-        """Return the expert-parallel groups, each a list of ranks that together hold all experts."""
-        groups: list[list[int]] = self._consecutive_groups(self.expert)
-        return groups
-
-    def _consecutive_groups(self: Any, group_size: int) -> list[list[int]]:
+    def consecutive_groups(self: Any, group_size: int) -> list[list[int]]:
         """Return the data-parallel groups, cut into blocks of `group_size` ranks."""
         # For example, the data-parallel group [0, 2, 4, 6] in blocks of 2 gives [0, 2] and [4, 6].
         groups = []

@@ -8,10 +8,11 @@ from .mesh import Axis, Mesh, axis_of, group_of_members
 def with_subgroups(mesh: Mesh) -> Mesh:
     """Return `mesh` with the axes of context and expert parallelism. All ranks must call this together."""
     topology = mesh.topology
-    mesh = replace(mesh, context=axis_of(topology.context_lines()))
+    mesh = replace(mesh, context=axis_of(topology.consecutive_groups(topology.context)))
     if topology.expert == 1:
         return mesh
-    expert = axis_of(topology.expert_lines())
+    # The ranks of an expert-parallel group together hold all experts.
+    expert = axis_of(topology.consecutive_groups(topology.expert))
     same_experts = axis_of(topology.expert_replicas())
     # ZeRO and the reduction of experts need a group even for a single rank.
     same_experts = replace(same_experts, group=same_experts.group or group_of_members(same_experts.ranks))

@@ -39,7 +39,7 @@ def test_context_ranks_are_neighbours_on_the_data_axis() -> None:
     lines = [
         [grid.get_rank(pipe=p, data=d + i, model=m) for i in (0, 1)] for p in (0, 1) for d in (0, 2) for m in (0, 1)
     ]
-    assert sorted(grid.context_lines()) == sorted(lines)
+    assert sorted(grid.consecutive_groups(grid.context)) == sorted(lines)
     assert str(Topology(2, 3, 1)) == "pipe 2 x data 3 x model 1"
     with pytest.raises(ValueError, match=SENTENCES["3_ranks_of_the_data_axis"]):
         Topology(data=3, context=2)
