@@ -173,7 +173,10 @@ class _StepMemory:
             self.trained = count_trained(stage.layers, resolved.param_rules, config)
             _, self.gradients, self.optimizer = state_bytes(self.trained, config, resolved, replicas)
         self.has_earlier_gradients = gas > num_in_flight / p.chunks
-        self.held_gradients = self.gradients if self.has_earlier_gradients or self._gradients_stay() else 0.0
+        # Gradients stay between steps with ZeRO 3, and sums in fp32 with ZeRO 1.
+        summed = resolved.distributed_optimizer or resolved.precision == "bf16"
+        gradients_stay = resolved.zero_stage == 3 or (resolved.zero_stage == 1 and summed)
+        self.held_gradients = self.gradients if self.has_earlier_gradients or gradients_stay else 0.0
         micro_batch_bytes = kept_bytes(self.shapes, self.layers)
         self.kept_activations = num_in_flight * micro_batch_bytes / p.chunks
         self.kept_activations += shared_table_bytes(self.shapes, self.layers)
@@ -190,15 +193,10 @@ class _StepMemory:
         # The passes before the last one wait for their backward passes. Logits in chunks have left only gradients.
         self.pending_logits = (passes - 1) * (chunked_loss_kept(self.shapes) or self.logits) if self.has_head else 0.0
 
-    def _gradients_stay(self) -> bool:
-        """Return whether gradients stay between steps: with ZeRO 3, and sums in fp32 with ZeRO 1."""
-        summed = self.resolved.distributed_optimizer or self.resolved.precision == "bf16"
-        return self.resolved.zero_stage == 3 or (self.resolved.zero_stage == 1 and summed)
-
     def _memory(
         self, gradients: float, communication: float, kept: float = 0.0, logits: float = 0.0, working: float = 0.0
     ) -> Memory:
-        return Memory(self.weights, gradients, self.optimizer, kept, logits, communication, working)
+        return Memory(self.weights, gradients, self.optimizer, max(kept, 0.0), logits, communication, working)
 
     def loss(self) -> Memory:
         """Return the memory while the loss of the last micro-batch in flight is computed."""
@@ -219,19 +217,18 @@ class _StepMemory:
         largest_matrix = count_layers([layers[index]], self.config).largest
         working = backward_working(shapes, layers[index]) + largest_matrix * shapes.width
         working += recomputed_bytes(shapes, layers) + self._partition_of_micro_batch()
-        return self._memory(gradients, self.communication, max(kept_activations, 0.0), self.pending_logits, working)
+        return self._memory(gradients, self.communication, kept_activations, self.pending_logits, working)
 
     def _partition_of_micro_batch(self) -> float:
         """Return the bytes in which DeepSpeed's ZeRO 2 collects its share of a later micro-batch's gradients.
 
         It allocates them with the first full bucket. Gradients in bf16 are added to the sums in fp32 without them.
         """
-        count = self.trained
-        is_full = _bucket_bytes(self.resolved, self.shapes.width) < count.held * self.shapes.width
+        is_full = _bucket_bytes(self.resolved, self.shapes.width) < self.trained.held * self.shapes.width
         needs_them = self.resolved.zero_stage == 2 and self.has_earlier_gradients and is_full
         if not needs_them or self.resolved.precision == "bf16":
             return 0.0
-        return count.touched_elements(self.replicas) * _grad_width(self.resolved)
+        return self.trained.touched_elements(self.replicas) * _grad_width(self.resolved)
 
     def deferred(self) -> Memory:
         """Return the memory when most gradients of weights are yet to be computed (zb-h1)."""
@@ -280,7 +277,7 @@ class _StepMemory:
         if self.resolved.distributed_optimizer and self.shapes.width < 4 and not self.shapes.accelerated:
             working += self.stage.count.largest * 4  # a CPU widens what it adds to a sum in fp32
         kept_activations = self.kept_activations - kept_bytes(self.shapes, self.layers)
-        return self._memory(self.gradients, self.communication, max(kept_activations, 0.0), working=working)
+        return self._memory(self.gradients, self.communication, kept_activations, working=working)
 
     def step(self) -> Memory:
         """Return the memory while the optimizer steps."""
@@ -355,7 +352,9 @@ def _updates_of_muon(count: Count, shares: int, shapes: Shapes) -> float:
     """
     batch_elements = min(count.hidden / shares, MUON_BATCH + count.largest)
     # The copies are updates before and after; with tensor parallelism also those sent, received and whole.
-    copies = (2 if shapes.ranks == 1 else 5) - (not shapes.config.optim.muon_nesterov)
+    copies = 2 if shapes.ranks == 1 else 5
+    if not shapes.config.optim.muon_nesterov:
+        copies -= 1
     return copies * batch_elements * shapes.width
 
 
