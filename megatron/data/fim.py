@@ -40,7 +40,7 @@ class FillInTheMiddle:
 
         sizes: number of tokens of each document in the window. seed: determines the choice and the cuts.
         """
-        rng = np.random.Generator(np.random.Philox(np.random.SeedSequence(seed)))
+        rng = np.random.Generator(np.random.Philox(seed))
         # These four numbers are drawn for every document, rearranged or not, so that each choice is independent.
         chances = rng.random((len(sizes), 4))
         pieces = []

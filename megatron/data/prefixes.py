@@ -34,7 +34,7 @@ class Prefixes:
         # Documents of 3 and 2 tokens: bounds 0 3 5, sizes 3 2, position 0 1 2 0 1. Lengths of 2 and 0 give 1 1 0 0 0.
         bounds = np.concatenate([[0], ends, [len(tokens)]])
         sizes = np.diff(bounds)
-        rng = np.random.Generator(np.random.Philox(np.random.SeedSequence(seed)))
+        rng = np.random.Generator(np.random.Philox(seed))
         lengths = (rng.random(len(sizes)) * sizes).astype(np.int64)
         position = np.arange(len(tokens)) - np.repeat(bounds[:-1], sizes)
         is_inside = position < np.repeat(lengths, sizes)

@@ -144,8 +144,7 @@ class T5Dataset(T5Samples):
     def __getitem__(self, n: int) -> Sample:
         text, documents = self.window(int(n))
         kept = len(text)
-        seed = np.random.SeedSequence([*self.seed, int(n)])
-        rng = np.random.Generator(np.random.Philox(seed))
+        rng = np.random.Generator(np.random.Philox([*self.seed, int(n)]))
         if self.objective.name == "prefix-lm":
             is_masked = np.arange(kept) >= kept - self.plan.noise
             is_span_start = np.diff(is_masked, prepend=False)  # of masks, this is True where neighbours differ
