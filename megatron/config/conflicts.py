@@ -36,7 +36,8 @@ def conflicts(config: "Config") -> Iterator[str]:
         yield from compile_conflicts(config)
     yield from _wsd_conflicts(config)
     yield from _rounded_moments_conflicts(config)
-    yield from _mup_conflicts(config)
+    if config.model.mup_base_hidden_size is not None and config.optim.optimizer == "sgd":
+        yield "--mup-base-hidden-size scales learning rates for Adam, not for --optimizer sgd; use adam"
     yield from _objective_conflicts(config)
     yield from _objective_option_conflicts(config)
     yield from _context_parallel_conflicts(config)
@@ -164,11 +165,6 @@ def _rounded_moments_conflicts(config: "Config") -> Iterator[str]:
             f"--exp-avg-sq-dtype bf16 rounds the small changes of --adam-beta2 {o.adam_beta2} away; use fp32 or an "
             "--adam-beta2 of at most 0.98"
         )
-
-
-def _mup_conflicts(config: "Config") -> Iterator[str]:
-    if config.model.mup_base_hidden_size is not None and config.optim.optimizer == "sgd":
-        yield "--mup-base-hidden-size scales learning rates for Adam, not for --optimizer sgd; use adam"
 
 
 def _objective_conflicts(config: "Config") -> Iterator[str]:

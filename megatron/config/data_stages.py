@@ -84,7 +84,7 @@ def parse_stages(words: Sequence[str]) -> tuple[Stage, ...]:
     if text.startswith("["):
         stages = tuple(_parse_json_stages(text, where))
     else:
-        stages = tuple(_parse_short_stages(text, where))
+        stages = tuple(_parse_short_stage(part, where) for part in text.split(";") if part.strip())
     if not stages or stages[0].begin:
         raise ConfigError(f"{where}: the first stage must begin at 0")
     for before, after in pairwise(stages):
@@ -122,12 +122,6 @@ def _read_stages_file(path: Path) -> str:
         return path.read_text(encoding="utf-8").strip()
     except (OSError, ValueError) as error:
         raise ConfigError(f"--data-stages {brief(path)} cannot be read: {why_unreadable(error)}") from None
-
-
-def _parse_short_stages(text: str, where: str) -> Iterator[Stage]:
-    for part in text.split(";"):
-        if part.strip():
-            yield _parse_short_stage(part, where)
 
 
 def _parse_short_stage(part: str, where: str) -> Stage:

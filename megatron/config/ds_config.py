@@ -64,6 +64,8 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
     own_zero1 = overlaps_reduction and zero_stage == 1 and precision in ("fp32", "bf16") and not zero1_keys
     own_reduction = overlaps_reduction and zero_stage == 0  # in fp32 or fp64: `zero_conflicts` refuses fp16 and bf16
     raise_first_problem(own_reduction_conflicts(config, zero_stage, own_zero1, own_reduction))
+    rules_file = config.optim.param_groups
+    param_rules = () if rules_file is None else read_param_rules(rules_file)
     return Resolved(
         deepspeed=_deepspeed_config(config, content, world_size, precision, zero_stage, clip_grad),
         precision=precision,
@@ -74,17 +76,13 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
         overlap_grad_reduce=own_reduction and config.parallel.pipe_parallel_size == 0,
         distributed_optimizer=own_zero1,
         notes=tuple(notes),
-        param_rules=_param_rules(config.optim.param_groups),
+        param_rules=param_rules,
     )
 
 
 def _first_given(*values: Any) -> Any:
     """Return the first value that is not None."""
     return next(value for value in values if value is not None)
-
-
-def _param_rules(path: str | None) -> tuple[ParamRule, ...]:
-    return () if path is None else read_param_rules(path)
 
 
 def _deepspeed_config(

@@ -32,14 +32,6 @@ class Row:
     note: str = "{flag} has no effect: {reason}"
 
 
-def _no_pipeline(config: Config, ranks: int, value: Any) -> bool:
-    return config.parallel.pipe_parallel_size == 0
-
-
-def _one_stage(config: Config, ranks: int, value: Any) -> bool:
-    return config.parallel.stages == 1
-
-
 def _no_tensor_parallelism(config: Config, ranks: int, value: Any) -> bool:
     return config.parallel.model_parallel_size == 1
 
@@ -114,11 +106,7 @@ ROWS = (
     ),
     Row("eval_interval", _no_use_of_interval, "--eval-iters is 0"),
     Row("valid_data_path test_data_path", _no_use_of_held_out_data, "--eval-iters is 0"),
-    Row(
-        "check_replicas",
-        lambda c, ranks, value: ranks == 1,
-        "there is one rank",
-    ),
+    Row("check_replicas", lambda c, ranks, value: ranks == 1, "there is one rank"),
     # data
     Row("split", _separate_corpora, "other flags name the corpora of training and of validation"),
     Row(
@@ -173,8 +161,17 @@ ROWS = (
         "the rules for --optimizer {optimizer} do not depend on the number of key/value heads",
     ),
     # layout
-    Row("pipeline_schedule virtual_pipeline_size pipeline_timeout", _no_pipeline, "there is no pipeline", off_value=1),
-    Row("partition_method pipeline_extra_warmup", _one_stage, "there is one stage"),
+    Row(
+        "pipeline_schedule virtual_pipeline_size pipeline_timeout",
+        lambda c, ranks, value: c.parallel.pipe_parallel_size == 0,
+        "there is no pipeline",
+        off_value=1,
+    ),
+    Row(
+        "partition_method pipeline_extra_warmup",
+        lambda c, ranks, value: c.parallel.stages == 1,
+        "there is one stage",
+    ),
     Row("sequence_parallel", _no_tensor_parallelism, "--model-parallel-size is 1", off_value=False),
     Row("async_tensor_model_parallel_allreduce", _no_tensor_parallelism, "--model-parallel-size is 1"),
     Row(
@@ -215,11 +212,7 @@ ROWS = (
         "folder or the URL of object storage to keep them",
     ),
     Row("exit_on_missing_checkpoint", lambda c, ranks, value: c.checkpoint.load is None, "--load is not given"),
-    Row(
-        "load_optim load_rng",
-        lambda c, ranks, value: c.checkpoint.finetune,
-        "--finetune loads only the weights",
-    ),
+    Row("load_optim load_rng", lambda c, ranks, value: c.checkpoint.finetune, "--finetune loads only the weights"),
 )
 
 
