@@ -56,12 +56,8 @@ def print_help_if_asked(family: str | None = None) -> None:
     after_help = words[help_index + 1 :]
     topic = after_help[0] if after_help else None
     script = Path(sys.argv[0]).name
-    with guard_streams("the rest of the help is lost", "stdout"):
-        try:
-            print(help_text(script, family, topic))
-        except ConfigError as error:
-            print(f"{script}: {error}", file=sys.stderr)
-            sys.exit(2)
+    with guard_streams("the rest of the help is lost", "stdout"), _exit_on_config_error(script):
+        print(help_text(script, family, topic))
     sys.exit(0)
 
 
