@@ -65,7 +65,8 @@ def opt(
     family: model families that read the setting; None for all families.
     mutable: for a setting of the model, whether its value may change when a run resumes.
     """
-    return field(default=default, metadata={"help": help, "check": check, "family": family, "mutable": mutable})
+    metadata = {"help": help, "check": check, "family": family, "mutable": mutable}
+    return field(default=default, metadata=metadata)
 
 
 def raise_first_problem(*checks: Iterable[str]) -> None:
@@ -106,9 +107,7 @@ class Section:
         return iter(())
 
 
-@functools.cache
-def _type_hints(section: Any) -> dict[str, Any]:
-    return get_type_hints(section)
+_type_hints = functools.cache(get_type_hints)
 
 
 def types_of(section: type, name: str) -> tuple[type, ...]:
