@@ -39,14 +39,11 @@ def refuse_absurd_sizes(values: Mapping[str, Any], shapes: Iterable[Sequence[int
             continue
         is_large_size = key in SIZE_KEYS and value > max(largest_dim, ACCEPTED_SIZE)
         is_large_count = key in EXPERT_KEYS and value > max(largest_dim, ACCEPTED_COUNT)
-        setting = f"{settings_file}: {key} is {_format_number(value)}"
+        shown = str(value) if value.bit_length() < 128 else f"a number of {value.bit_length()} bits"
+        setting = f"{settings_file}: {key} is {shown}"
         if key in LAYER_KEYS and value > max(len(stored_shapes), ACCEPTED_COUNT):
             raise CheckpointError(f"{setting}, but only {len(stored_shapes)} tensors are stored")
         if is_large_size or is_large_count:
             raise CheckpointError(f"{setting}, but the largest dimension of the stored tensors is {largest_dim}")
         if value > MAX_VALUE:
             raise CheckpointError(f"{setting}, which is larger than in any model")
-
-
-def _format_number(value: int) -> str:
-    return str(value) if value.bit_length() < 128 else f"a number of {value.bit_length()} bits"

@@ -163,7 +163,8 @@ def _canonical_prefixes(stages: Stages) -> dict[str, str]:
     names_by_corpus: dict[str, list[str]] = {}  # identity of a corpus -> canonical prefixes in use for its copies
     canonical: dict[str, str] = {}
     for prefix in prefixes_in(stages):
-        names = names_by_corpus.setdefault(_corpus_identity(prefix), [])
+        identity = content_fingerprint(prefix) if _corpus_exists(prefix) else prefix
+        names = names_by_corpus.setdefault(identity, [])
         taken: set[str | None] = set()  # canonical prefixes of the other corpora in the stages of this one
         for stage in stages:
             members = prefixes_in([stage])
@@ -174,10 +175,6 @@ def _canonical_prefixes(stages: Stages) -> dict[str, str]:
             names.append(prefix)
         canonical[prefix] = next(name for name in names if name not in taken)
     return canonical
-
-
-def _corpus_identity(prefix: str) -> str:
-    return content_fingerprint(prefix) if _corpus_exists(prefix) else prefix
 
 
 def _corpus_exists(prefix: str) -> bool:

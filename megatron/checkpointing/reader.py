@@ -113,19 +113,22 @@ class CheckpointReader:
 
         Raises CheckpointError if the file's header contradicts checkpoint.json.
         """
-        file = self._open_file(piece["file"])
+        name = piece["file"]
+        if name not in self._open_files:
+            self._open_files[name] = open_tensors(self.path / name)
+        file = self._open_files[name]
         entry = self.tensors[key]
         key = self._stored_keys.get(key, key)  # the key of the average, if it is read in place of the weight
         shape = list(entry["shape"])
         shape[entry["dim"]] = piece["end"] - piece["begin"]
         if key not in file.keys():  # noqa: SIM118  # it is no dict
-            raise CheckpointError(f"{self.path / piece['file']} does not hold {key!r}")
+            raise CheckpointError(f"{self.path / name} does not hold {key!r}")
         part = file.get_slice(key)
         is_moment = not key.startswith((f"{WEIGHT}.", f"{BUFFER}."))
         allowed_codes = FLOAT_CODES if is_moment else DTYPE_CODES
         if part.get_shape() != shape or part.get_dtype() not in allowed_codes.values():
             raise CheckpointError(
-                f"{self.path / piece['file']} holds {key!r} as {part.get_dtype()} {part.get_shape()}, but {INDEX} "
+                f"{self.path / name} holds {key!r} as {part.get_dtype()} {part.get_shape()}, but {INDEX} "
                 f"requires a supported dtype and the shape {shape}"
             )
         return part
@@ -157,11 +160,6 @@ class CheckpointReader:
                 f"{self.path} was trained with another tokenizer (its SHA-256 is {self.tokenizer[:12]}, that of "
                 f"{current_file} is {fingerprint[:12]}){advice}"
             )
-
-    def _open_file(self, name: str) -> Any:
-        if name not in self._open_files:
-            self._open_files[name] = open_tensors(self.path / name)
-        return self._open_files[name]
 
 
 def _read_index(path: Path, files: Collection[str]) -> dict[str, Any]:

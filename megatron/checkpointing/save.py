@@ -24,14 +24,7 @@ from .files import FORMAT, publish, temporary_folder
 from .share import Report, Share, local_parts, share_file_name, written_values
 from .slow import warn_if_slow
 from .state import TrainState
-from .survey import (
-    add_moment_lists,
-    collect_facts,
-    common_checksum,
-    differing_steps,
-    gather_on_rank_0,
-    optimizer_entry,
-)
+from .survey import add_moment_lists, collect_facts, common_checksum, differing_steps, gather_on_rank_0, optimizer_entry
 from .whole import check_complete
 
 JsonObject = dict[str, Any]  # an object of checkpoint.json, or of a report
