@@ -92,7 +92,12 @@ class IndexedDataset:
     def _map_index(self) -> None:
         """Map the .idx file and its three arrays. Raises DatasetError if its size contradicts its header."""
         path = f"{self.prefix}.idx"
-        self._index = self._local_index()
+        self._index = path
+        index = to_path(path)
+        if isinstance(index, RemotePath):
+            from .remote_tokens import local_copy
+
+            self._index = os.fspath(local_copy(index))  # on this machine
         size = os.path.getsize(self._index)
         if size < HEADER.size:
             raise DatasetError(f"{path} is truncated: it has {size} bytes, fewer than its header of {HEADER.size}")
@@ -114,15 +119,6 @@ class IndexedDataset:
         self.document_index: NDArray[np.int64] = np.frombuffer(mapped, np.int64, documents, offset)
         if self._index == path:  # not a copy of an index in object storage
             self._maps.append((path, mapped.base, size))  # for check_not_shrunk
-
-    def _local_index(self) -> str:
-        """Return the path of the .idx file on this machine; of an index in object storage, that of a copy."""
-        index = to_path(f"{self.prefix}.idx")
-        if not isinstance(index, RemotePath):
-            return f"{self.prefix}.idx"
-        from .remote_tokens import local_copy
-
-        return os.fspath(local_copy(index))
 
     def _map_tokens(self) -> None:
         """Map the .bin file. numpy closes the map when no array refers to it, so this class needs no close()."""
