@@ -200,7 +200,11 @@ class TransformerLayer(nn.Module):
             return self.attention(x, mask, bias, cache, angles, **recipe)
 
         def run_mlp(x: Tensor, **recipe: Any) -> Any:  # needs no recipe
-            return self._run_mlp(x, routing)
+            if isinstance(self.mlp, ParallelMLP):
+                return self.mlp(x)
+            from .routing import run_mixture
+
+            return run_mixture(self, x, routing)  # adds its loss to `routing`
 
         with self.offload_context(self.training):
             hidden = self.add_branch(self.input_layernorm, self.attention_dropout, attend, hidden)
@@ -214,14 +218,6 @@ class TransformerLayer(nn.Module):
     def run_cross_sublayer(self, hidden: Tensor, encoded: Any, caches: "Caches | None") -> Tensor:
         """Run what `build_cross_sublayer` has built: [s, b, h] -> [s, b, h]."""
         raise NotImplementedError
-
-    def _run_mlp(self, x: Tensor, routing: "RoutingState | None") -> tuple[Tensor, Tensor | None]:
-        """Apply the MLP or the mixture: [s, b, h] -> ([s, b, h], bias). The mixture adds its loss to `routing`."""
-        if isinstance(self.mlp, ParallelMLP):
-            return self.mlp(x)  # type: ignore[no-any-return]
-        from .routing import run_mixture
-
-        return run_mixture(self, x, routing)
 
     def make_routing(self, losses: list[Tensor], document_ids: Tensor) -> "RoutingState | None":
         """Return what the router of this layer needs; None without experts.

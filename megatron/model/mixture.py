@@ -184,7 +184,7 @@ class Mixture(nn.Module):
         experts, weights, loss = self.router(hidden, text)
         x = self._gather_tokens(hidden)  # each rank computes a part of every expert, for all tokens
         s, b, h = x.shape
-        experts = _gather_integers(experts, self.sequence).view(s * b, -1)
+        experts = mpu.gather_from_sequence_parallel_region(experts, self.sequence).view(s * b, -1)  # have no gradient
         weights = self._gather_tokens(weights).to(x.dtype).view(s * b, 1, -1)
         rows = x.flatten(0, 1)
         outputs = dispatch_to_experts(rows, experts, self.num_experts, self._run_experts, self.expert_axis)
@@ -223,8 +223,3 @@ class Mixture(nn.Module):
         if self.sequence.size > 1:
             return mpu.reduce_scatter_to_sequence_parallel_region(x, self.sequence)
         return mpu.reduce_from_model_parallel_region(x, self.model_axis)
-
-
-def _gather_integers(x: Tensor, sequence: mpu.Axis) -> Tensor:
-    """Gather integers [s/t, b, k] of each rank into [s, b, k], without a gradient; x without sequence parallelism."""
-    return mpu.gather_from_sequence_parallel_region(x, sequence) if sequence.size > 1 else x

@@ -17,6 +17,7 @@ from .linear import linear
 from .megatron_compat import check_strides
 from .mesh import TRIVIAL_AXIS, Axis, Options
 from .parameters import NORMAL, InitMethod, declare, ones, spec_of, zeros
+from .sequence import reduce_scatter_to_sequence_parallel_region
 from .vocab_shards import check_token_ids, padded_vocab_size
 from .wide_sums import embedding, layer_norm
 
@@ -49,8 +50,6 @@ class Sharded(nn.Module):
 
             return traced_reduce(x, self.axis, self.options.sequence_parallel)
         if self.options.sequence_parallel:
-            from .sequence import reduce_scatter_to_sequence_parallel_region
-
             return reduce_scatter_to_sequence_parallel_region(x, self.axis)
         return mappings.sum_in_place(x, self.axis)
 

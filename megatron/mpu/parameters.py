@@ -41,11 +41,6 @@ def normal(std: float) -> InitMethod:
 NORMAL = normal(0.02)  # initialisation of the weights of GPT-2 and BERT
 
 
-def draws_each_element(init_method: InitMethod) -> bool:
-    """Return whether the initialiser draws each element independently, so that it can draw rows [n, ...] alone."""
-    return getattr(init_method, "func", init_method) in _ELEMENTWISE_INITS
-
-
 def draw_rows(
     part: Tensor, begin: int, dim: int, full_shape: Sequence[int], init_method: InitMethod, seed: int
 ) -> None:
@@ -176,7 +171,8 @@ class ParamSpec:
             return
         if seed is not None and parallel_context().skip_init:
             return
-        if seed is not None and draws_each_element(self.init_method):
+        # An initialiser that draws each element independently can draw rows [n, ...] alone.
+        if seed is not None and getattr(self.init_method, "func", self.init_method) in _ELEMENTWISE_INITS:
             dim, begin, _ = self.rows
             parameter.zero_()  # also the padding, which no draw covers
             part = self.without_padding(parameter)

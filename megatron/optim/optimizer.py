@@ -54,7 +54,8 @@ def group_keys(
     for p in module.parameters():
         if not p.requires_grad:
             continue
-        no_decay = not _is_matrix(p) or p in undecayed_matrices
+        is_matrix = len(spec_of(p).local_shape) > 1  # p.shape is wrong here: ZeRO 3 replaces it
+        no_decay = not is_matrix or p in undecayed_matrices
         decay = 0.0 if no_decay else config.weight_decay
         lr_factor = 1.0
         rule = rules.get(p, ParamRule("*"))  # by default a rule without settings
@@ -65,10 +66,6 @@ def group_keys(
         mup_factor = factors.get(p, 1.0)
         keys[p] = GroupKey(no_decay, lr_factor * mup_factor, decay / mup_factor, lags.get(p, 0))
     return keys
-
-
-def _is_matrix(parameter: nn.Parameter) -> bool:
-    return len(spec_of(parameter).local_shape) > 1  # parameter.shape is wrong here: ZeRO 3 replaces it
 
 
 def build_optimizer(
