@@ -233,12 +233,8 @@ def _seconds(product: Callable[[bool], Tensor], use_second: bool) -> float:
 
 def is_faster(speedups: list[float]) -> bool:
     """Return whether the second kernel is worth its use: three of four rounds exceed MIN_SPEEDUP."""
-    return lower_quartile(speedups) >= MIN_SPEEDUP
-
-
-def lower_quartile(values: list[float]) -> float:
-    """Return the value that a quarter of the values do not exceed."""
-    return sorted(values)[len(values) // 4]
+    lower_quartile = sorted(speedups)[len(speedups) // 4]  # the value that a quarter of the rounds do not exceed
+    return lower_quartile >= MIN_SPEEDUP
 
 
 def is_conclusive(ratios: Ratios) -> bool:

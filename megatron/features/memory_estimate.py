@@ -79,7 +79,8 @@ def estimate_lines(task: Task, config: Config, resolved: Resolved, device: torch
     lines = [f"estimate: {size}"]
     available = device_module.total_memory(device)
     # Offloaded tensors are in the memory of the host, so the device needs less than the estimate.
-    if available is None or _offloads(resolved):
+    zero_settings: dict[str, Any] = resolved.deepspeed.get("zero_optimization", {})
+    if available is None or any(name.startswith("offload") for name in zero_settings):
         return lines
     # The ranks of a machine share the memory of its CPUs; an accelerator has one rank.
     ranks = ranks_on_machine(world) if device.type == "cpu" else 1
@@ -106,11 +107,6 @@ def _describe_parts(memory: Memory) -> str:
     """Return the name and size in GB of each kind of memory that takes 1% or more, largest first."""
     sizes = sorted(asdict(memory).items(), key=lambda each: -each[1])
     return ", ".join(f"{name} {size / 1e9:.2g}" for name, size in sizes if size >= 0.01 * memory.total)
-
-
-def _offloads(resolved: Resolved) -> bool:
-    section: dict[str, Any] = resolved.deepspeed.get("zero_optimization", {})
-    return any(name.startswith("offload") for name in section)
 
 
 def memory_advice(parameters: int, config: Config, precision: str, num_muon: int = 0) -> str:

@@ -10,6 +10,7 @@ from ..data.corpus_paths import corpus_names, prefixes_of
 from ..data.splits import PARTS
 from ..tokenizer import Tokenizer
 from ..training.run_state import Run
+from .corpus_losses import configured_corpora
 from .random_state import keep_random_state
 
 CORPUS_KEY = "corpus"  # key of the number of a sample's corpus, see `NumberedCorpus`
@@ -30,8 +31,7 @@ def bytes_per_target(run: Run, part: str, samples: range) -> dict[str, float]:
     dataset = run.datasets[PARTS.index(part)] if part in PARTS else None
     if dataset is None or run.tokenizer is None:
         return {}
-    data = run.config.data
-    corpora = corpus_names(data.paths) if data.names_corpora else []
+    corpora = configured_corpora(run.config)
     # A single data set has no name.
     named = dataset if isinstance(dataset, Mapping) else {None: dataset}
     counts: Counts = defaultdict(lambda: [0, 0])

@@ -12,13 +12,12 @@ from tds.parent_death import ImpossibleRanks
 from ..config import Config
 from ..config.fields import ConfigError
 from ..config.messages import describe_error
-from ..data.corpus_paths import prefixes_of
 from ..data.indexed_dataset import IndexedDataset
 from ..data.workers import describe_worker_end
 from ..ranks.errors import RunError, exit_now, one_line_error
 from ..ranks.signals import INTERRUPTED
 from ..storage import is_url
-from .inputs import MissingInputs
+from .inputs import MissingInputs, corpora_of_run
 
 
 def is_bug(error: BaseException) -> bool:
@@ -76,10 +75,10 @@ def _corpus_damage(config: Config | None) -> str | None:
 
     Reading a memory-mapped file that became shorter kills a data worker without an error of its own.
     """
-    if config is None or not config.data.names_corpora:
+    if config is None:
         return None
     try:
-        for prefix in prefixes_of(config.data.paths):
+        for prefix in corpora_of_run(config):
             if not is_url(prefix):
                 IndexedDataset(prefix)  # raises for damaged files
     except (ValueError, OSError) as error:

@@ -1,7 +1,6 @@
 """The training loop, which calls the parts of a run around each iteration."""
 
 from collections.abc import Callable
-from typing import Any
 
 from tqdm import tqdm
 
@@ -41,7 +40,8 @@ def train(run: Run) -> None:
     should_skip = make_skip_check(run.config.train, run.batches, state.iteration, state.consumed_samples)
     run.log = TrainingLog(run)
     parts, saves = _collect_parts(run)
-    bar = _progress_bar(state.iteration, train_iters)
+    disable = None if is_rank_0() else True  # None: disabled if the output is no terminal
+    bar = tqdm(total=train_iters, initial=min(state.iteration, train_iters), disable=disable, unit="it", leave=False)
     # This starts the data workers, on purpose before `run.signals` changes the signal handlers.
     batches = _open_batches(run, should_skip) if state.iteration < train_iters else None
     with bar, run.signals, run.features.running(run), saves:
@@ -68,12 +68,6 @@ def _train_step(run: Run, batches: Batches | None) -> StepResult:
     mpu.get_rng().begin(state.iteration)  # a resumed run thus has the dropout masks of an uninterrupted one
     lr = run.lr(state.iteration, state.consumed_samples)
     return run.engine.train_batch(batches, lr, run.micro_batches(state.consumed_samples))
-
-
-def _progress_bar(done: int, last: int) -> Any:
-    """Return a progress bar on rank 0, if its output is a terminal."""
-    disable = None if is_rank_0() else True  # None: disabled if the output is no terminal
-    return tqdm(total=last, initial=min(done, last), disable=disable, unit="it", leave=False)
 
 
 def _collect_parts(run: Run) -> tuple[list[Feature], Saves]:
