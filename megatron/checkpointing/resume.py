@@ -36,7 +36,8 @@ def may_load_nothing(load: str, config: Config, save_dir: str | Path) -> bool:
     --exit-on-missing-checkpoint.
     """
     own_folders = {to_path(each).resolve() for each in (save_dir, config.log.run_dir) if each}
-    return to_path(load).resolve() in own_folders and not config.checkpoint.exit_on_missing_checkpoint
+    is_own = to_path(load).resolve() in own_folders
+    return is_own and not config.checkpoint.exit_on_missing_checkpoint
 
 
 def find_start(config: Config, save_dir: str) -> Start:

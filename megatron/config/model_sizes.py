@@ -128,7 +128,8 @@ class ModelSizes:
         growth: see `init_std`. decoder: whether the stack is T5's decoder.
         """
         factor = self.decoder_branch_factor if decoder else self.branch_factor
-        return self.init_std(growth) / (math.sqrt(branches) * factor)
+        divisor = math.sqrt(branches) * factor
+        return self.init_std(growth) / divisor
 
     @property
     def query_factor(self) -> float:

@@ -27,7 +27,8 @@ def saves_memory(query: Tensor, bias: Tensor) -> bool:
     backward pass. Accelerators have a fused kernel that computes the bias's gradient without kept probabilities.
     query: [b, n, q, d]. bias: [1, n, q, k].
     """
-    return query.device.type == "cpu" and torch.is_grad_enabled() and bias.requires_grad
+    learns_bias = torch.is_grad_enabled() and bias.requires_grad
+    return query.device.type == "cpu" and learns_bias
 
 
 def biased_attention(
