@@ -63,7 +63,8 @@ class GPT2Model(gpt2.GPT2Model):
         *,
         num_tokentypes: int = 0,
     ) -> None:
-        super().__init__(config_or_default(config, num_tokentypes), parallel_output, own)
+        config = config_or_default(config, num_tokentypes)
+        super().__init__(config, parallel_output, own)
 
     def forward(
         self,

@@ -101,9 +101,7 @@ _COUNTERPARTS = {
         "get_adlr_autoresume": _RESUMES,
         "get_tensorboard_writer": _METRICS,
     },
-    "megatron.arguments": {
-        "parse_args": "megatron.config.command_line.parse(argv)",
-    },
+    "megatron.arguments": {"parse_args": "megatron.config.command_line.parse(argv)"},
     "megatron.checkpointing": {
         "check_checkpoint_args ensure_directory_exists get_checkpoint_name get_checkpoint_tracker_filename "
         "get_checkpoint_version save_ds_checkpoint set_checkpoint_version": _SAVES,
@@ -113,9 +111,7 @@ _COUNTERPARTS = {
         "EncDecDataset": "megatron.data.t5_dataset.T5Dataset, or cpm_triples.CPMTripleDataset",
         "get_indexed_dataset_": _INDEXED,
     },
-    "megatron.data.gpt2_dataset": {
-        "get_indexed_dataset_": _INDEXED,
-    },
+    "megatron.data.gpt2_dataset": {"get_indexed_dataset_": _INDEXED},
     "megatron.data.dataset_utils": {
         "build_train_valid_test_datasets": _BERT,
         "compile_helper": GONE_MODULES["megatron.data.helpers"],
@@ -144,9 +140,7 @@ _COUNTERPARTS = {
         "clip_grad_norm": "megatron.mpu.clip_grad_norm",
         "to_python_float": "tensor.item()",
     },
-    "megatron.fp16.loss_scaler": {
-        "DynamicLossScaler LossScaler": _SCALER,
-    },
+    "megatron.fp16.loss_scaler": {"DynamicLossScaler LossScaler": _SCALER},
     "megatron.global_vars": {
         "Timers": "megatron.timers.Timers",
         "get_adlr_autoresume": _RESUMES,
@@ -158,19 +152,13 @@ _COUNTERPARTS = {
         "initialize_megatron": "pretrain(...), or megatron.training.start_engine in a custom loop",
         "setup_deepspeed_random_and_activation_checkpointing": "--checkpoint-activations",
     },
-    "megatron.learning_rates": {
-        "AnnealingLR": "--lr-decay-style, --warmup and --min-lr; megatron.optim.lr_at",
-    },
+    "megatron.learning_rates": {"AnnealingLR": "--lr-decay-style, --warmup and --min-lr; megatron.optim.lr_at"},
     "megatron.model": {
         "BertModel": _BERT,
         "DistributedDataParallel": GONE_MODULES["megatron.model.distributed"],
     },
-    "megatron.model.fused_bias_gelu": {
-        "bias_gelu_impl gelu_impl": _KERNELS,
-    },
-    "megatron.model.fused_softmax": {
-        "FusedScaleMaskSoftmax": _KERNELS,
-    },
+    "megatron.model.fused_bias_gelu": {"bias_gelu_impl gelu_impl": _KERNELS},
+    "megatron.model.fused_softmax": {"FusedScaleMaskSoftmax": _KERNELS},
     "megatron.model.gpt2_model": {
         "CrossEntropy": "megatron.model.loss.TokenLoss",
         "gpt2_attention_mask_func": _KERNELS,
@@ -197,9 +185,7 @@ _COUNTERPARTS = {
         "__contact_names__ __description__ __download_url__ "
         "__keywords__ __license__ __package_name__ __url__": "importlib.metadata.metadata('megatron-tds')",
     },
-    "megatron.tokenizer": {
-        "build_tokenizer": _TOKENIZERS,
-    },
+    "megatron.tokenizer": {"build_tokenizer": _TOKENIZERS},
     "megatron.tokenizer.gpt2_tokenization": {
         "GPT2Tokenizer": f"{_TOKENIZERS} for a vocab.json with merges.txt",
     },
@@ -207,12 +193,8 @@ _COUNTERPARTS = {
         "GPT2TokenizerwoMerge": f"{_TOKENIZERS} for a vocab.txt",
         "T5Tokenizer": f"{_TOKENIZERS}, to which pretrain_t5.py adds sentinels",
     },
-    "megatron.tokenizer.tokenizer": {
-        "build_tokenizer": _TOKENIZERS,
-    },
-    "megatron.training": {
-        "get_model": "megatron.training.build.build_model",
-    },
+    "megatron.tokenizer.tokenizer": {"build_tokenizer": _TOKENIZERS},
+    "megatron.training": {"get_model": "megatron.training.build.build_model"},
     "megatron.utils": {
         "check_adlr_autoresume_termination": _RESUMES,
         "make_data_loader": "pretrain() builds loaders; megatron.data.sampler.build_loader in a custom loop",

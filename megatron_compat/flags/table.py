@@ -265,16 +265,8 @@ MEGATRON = (
     ),
     Row("--lr-warmup-fraction", same_value("warmup"), float),
     Row("--lr-warmup-iters", foreign_keys.WARMUP_ITERATIONS, int),
-    Row(
-        "--lr-warmup-samples",
-        Depends(warmup_samples, "--warmup, computed as a fraction of --lr-decay-samples"),
-        int,
-    ),
-    Row(
-        "--lr-warmup-tokens",
-        Depends(warmup_tokens, "--warmup, computed as a fraction of --lr-decay-samples"),
-        int,
-    ),
+    Row("--lr-warmup-samples", Depends(warmup_samples, "--warmup, computed as a fraction of --lr-decay-samples"), int),
+    Row("--lr-warmup-tokens", Depends(warmup_tokens, "--warmup, computed as a fraction of --lr-decay-samples"), int),
     Row("--override-lr-scheduler --override-opt_param-scheduler", Translated({"override_lr_schedule": True})),
     Row(
         "--use-checkpoint-lr-scheduler --use-checkpoint-opt_param-scheduler",
@@ -306,11 +298,7 @@ MEGATRON = (
     Row("--encoder-seq-length", same_value("enc_seq_length"), int),
     Row("--decoder-seq-length", same_value("dec_seq_length"), int),
     Row("--tokenizer-model", same_value("vocab_file"), str),
-    Row(
-        "--merge-file",
-        Depends(merge_file, "no effect if --vocab-file implies this file, refused otherwise"),
-        str,
-    ),
+    Row("--merge-file", Depends(merge_file, "no effect if --vocab-file implies this file, refused otherwise"), str),
     Row("--vocab-extra-ids", same_value("num_sentinels"), int),
     Row("--mask-prob", same_value("noise_density"), float),
     Row("--short-seq-prob", Refused("all samples have the full sequence length"), float),
