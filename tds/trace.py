@@ -236,11 +236,6 @@ _active: list[Tracer] = []  # the active recorder, if any
 _span_observer = _SpanObserver()
 
 
-def current() -> Tracer | None:
-    """Return the active recorder, or None."""
-    return _active[0] if _active else None
-
-
 def begin() -> SpanStart | None:
     """Start a span and return its mark, or None if there is no active recorder."""
     return _active[0].begin() if _active else None
