@@ -23,7 +23,7 @@ deepspeed.runtime.engine:DeepSpeedEngine  the training step
     uses      backward destroy scale step
     fields    device dp_world_size enable_backward_allreduce global_rank global_samples global_steps micro_steps module
     fields    monitor seq_data_parallel_group skipped_steps timers tput_timer
-    overrides _broadcast_model set_train_batch_size
+    overrides _broadcast_model _configure_distributed_model set_train_batch_size
 
 deepspeed.runtime.engine:DeepSpeedEngine  the optimizer step and checkpoints
     uses      load_universal_checkpoint
@@ -66,7 +66,8 @@ deepspeed.runtime.pipe.module:PipelineModule  building the layers of a stage
 
 deepspeed.runtime.pipe.module:PipelineModule  running the layers of a stage
     uses      _is_checkpointable get_additional_losses
-    fields    activation_checkpoint_func activation_checkpoint_interval forward_funcs fwd_map loss_fn seed_layers
+    fields    activation_checkpoint_func activation_checkpoint_interval base_seed forward_funcs fwd_map loss_fn
+    fields    micro_offset seed_fn seed_layers
 
 deepspeed.runtime.pipe.module:PipelineModule  tied weights
     uses      _recursive_getattr
@@ -190,7 +191,7 @@ deepspeed.runtime.pipe.module  importing tds
     uses      PipelineModule
 
 deepspeed.runtime.utils  importing tds
-    uses      partition_balanced partition_uniform
+    uses      partition_balanced partition_uniform set_random_seed
 
 deepspeed.runtime.zero.stage3  importing tds
     uses      DeepSpeedZeroOptimizer_Stage3

@@ -136,7 +136,7 @@ try:  # other modules take these names from here, so that the import above comes
     from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
     from deepspeed.runtime.pipe.engine import PipelineEngine as StockPipelineEngine
     from deepspeed.runtime.pipe.module import PipelineModule as StockPipelineModule
-    from deepspeed.runtime.utils import partition_balanced, partition_uniform
+    from deepspeed.runtime.utils import partition_balanced, partition_uniform, set_random_seed
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Zero3Optimizer
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer as Zero12Optimizer
 except ImportError:
@@ -147,7 +147,7 @@ __all__ = [
     "BF16_Optimizer", "TRAIN_BATCH_TIMER", "DeepSpeedEngine", "DeepSpeedOptimizer", "FP16_Optimizer",
     "FP16_UnfusedOptimizer", "LayerSpec", "StockPipelineEngine", "StockPipelineModule", "TiedLayerSpec",
     "Zero3Optimizer", "Zero12Optimizer", "checkpointing", "deepspeed", "partition_balanced",
-    "partition_uniform", "utils", "zero",
+    "partition_uniform", "set_random_seed", "utils", "zero",
 ]  # fmt: skip
 
 

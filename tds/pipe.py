@@ -40,10 +40,10 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
 
     def forward(self, inputs: Any, chunk: int = 0) -> Any:
         """Run the layers of one chunk of this stage."""
-        is_plain = self.chunks == 1 and not self.activation_checkpoint_interval
-        if is_plain or self.seed_layers:  # only DeepSpeed's method can reseed before each layer
+        if self.chunks == 1 and not self.activation_checkpoint_interval:
             return super().forward(inputs)
-        # When DeepSpeed's method recomputes layers, it passes them the only tensor of a tuple in place of the tuple.
+        # When DeepSpeed's method recomputes layers, it passes them the only tensor of a tuple in place of the tuple,
+        # and gives each group of layers the same seeds.
         return run_chunk(self, inputs, chunk)
 
     def stage_owner(self, layer_idx: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._deepspeed import LayerSpec, TiedLayerSpec, around_each_layer
+from ._deepspeed import LayerSpec, TiedLayerSpec, around_each_layer, set_random_seed, this_device
 from .nested import as_tuple
 
 
@@ -99,16 +99,34 @@ def run_layers(funcs: Sequence[Any], inputs: Any) -> Any:
 def run_chunk(module: Any, inputs: Any, chunk: int) -> Any:
     """Return the output of one chunk of a stage, whose layers may be recomputed. module: a PipelineModule."""
     first, end = module.chunk_slices[chunk]
-    funcs = module.forward_funcs[first:end]
+    layers = module.forward_funcs[first:end]
+    funcs = _seeding_functions(module, layers) if module.seed_layers else layers
     interval = module.activation_checkpoint_interval
     length = interval or len(funcs) or 1  # an empty chunk would give range() a step of 0
     for start in range(0, len(funcs), length):
         part = funcs[start : start + length]
-        if interval and torch.is_grad_enabled() and module._is_checkpointable(part):
+        if interval and torch.is_grad_enabled() and module._is_checkpointable(layers[start : start + length]):
             inputs = _recompute_layers(module, part, inputs)
         else:
             inputs = run_layers(part, inputs)
     return inputs
+
+
+def _seeding_functions(module: Any, layers: Sequence[Any]) -> list[Any]:
+    """Return functions that each seed the generators and run a layer, for the argument `seed_layers`.
+
+    A seed is that of DeepSpeed without recomputation: it depends on the layer's index in the whole model and on the
+    number of earlier forward passes.
+    """
+    module.micro_offset += 1
+    first_seed = module.base_seed * (module.micro_offset + 1) + module._local_start
+    set_seed = module.seed_fn or set_random_seed
+
+    def run(seed: int, layer: Any, inputs: Any) -> Any:
+        set_seed(seed)
+        return layer(inputs)
+
+    return [partial(run, seed, layer) for seed, layer in enumerate(layers, first_seed)]
 
 
 def _recompute_layers(module: Any, funcs: Sequence[Any], inputs: Any) -> Any:
@@ -123,7 +141,10 @@ def _recompute_layers(module: Any, funcs: Sequence[Any], inputs: Any) -> Any:
         returns_tuple = isinstance(outputs, (tuple, list))
         return outputs
 
-    outputs = module.activation_checkpoint_func(run, *as_tuple(inputs))
+    # The recomputation, which the backward pass starts, must run under the torch.autocast of this forward pass.
+    device = this_device().type
+    autocast = torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+    outputs = module.activation_checkpoint_func(autocast(run), *as_tuple(inputs))
     return as_tuple(outputs) if returns_tuple else outputs  # DeepSpeed takes the only output out of its tuple
 
 

@@ -120,6 +120,13 @@ def _refuse_settings(engine: Any, settings: Mapping[str, Any], chunks: int) -> N
             "torch_autocast with float16 under a pipeline would scale the loss of each stage separately: "
             'set "torch_autocast": {"dtype": "bfloat16"}, or "fp16": {"enabled": true} with ZeRO stage 1'
         )
+    module = engine.module
+    depends_on_state = config.torch_autocast_enabled or module.seed_layers
+    if depends_on_state and module.activation_checkpoint_interval and not hasattr(module, "chunks"):
+        raise ValueError(
+            "DeepSpeed's PipelineModule recomputes layers without torch_autocast, and under seed_layers with the same "
+            "seeds in each group of layers: use tds.PipelineModule, or leave activation_checkpoint_interval out"
+        )
 
 
 def refuse_idle_stages(model: Any = None, config_class: Any = None, optimizer: Any = None, **_: Any) -> None:

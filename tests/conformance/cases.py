@@ -263,6 +263,8 @@ CASES: Sequence[Case] = (
     Case("a data iterator that ends with StopIteration, then the next epoch", _plain, probe=probes.next_epoch),
     Case("torch_autocast in bf16", _chain("grad"), autocast=True, only=FP32,
          config={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
+    Case("torch_autocast in bf16, recomputed", _chain("grad"), autocast=True, only=FP32, checkpoint=2,
+         config={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
     Case("flops_profiler", _chain("grad"), config={"flops_profiler": {"enabled": True, "profile_step": 1,
          "output_file": "/dev/null"}}, only=FP32),
     Case('{"type": "Adam"} of the ds_config', _chain("grad"), optimizer=adam_of_deepspeed,
