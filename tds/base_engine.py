@@ -37,7 +37,7 @@ from .sparse import make_dense, refuse_sparse, sparse_weights
 from .spikes import SpikeGuard
 from .start import prove_no_deadlock
 from .step import Step
-from .zero_settings import load_arguments, naming_keys, refuse_quantization_on_cpus, refuse_unsupported
+from .zero_settings import load_arguments, naming_keys, refuse_dtypes, refuse_quantization_on_cpus, refuse_unsupported
 
 
 class Engine(ExtendedEngine):
@@ -109,6 +109,7 @@ class Engine(ExtendedEngine):
             make_rows_contiguous(self.module)  # ZeRO 3 shards each weight as a flat tensor
         if not isinstance(client_optimizer, DistributedOptimizer):
             if self.has_wrapped_optimizer:
+                refuse_dtypes(self, client_optimizer)
                 make_dense(sparse_weights(self.module))  # DeepSpeed's optimizers flatten gradients
             else:
                 refuse_sparse(self.module, client_optimizer)

@@ -1,12 +1,13 @@
 """The engine classes that `deepspeed.initialize` may choose, and those that a client derives from DeepSpeed's."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ._deepspeed import BF16_Optimizer, DeepSpeedEngine, StockPipelineModule, deepspeed
 from .layout import flattened_for_broadcast, flattened_scalars
@@ -115,10 +116,32 @@ class DeepSpeedMethods:
         return DeepSpeedEngine.module_state_dict(self, *args, **kwargs)
 
 
+def _run_in_dtype_of_statistics(norm: Any, forward: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
+    """Return the output, [...] as `inputs`, of a BatchNorm or InstanceNorm, with its weights cast for this call."""
+    weights = norm._parameters
+    cast_weights = dict(weights)  # it also has weights that are None
+    for name, p in norm.named_parameters():
+        cast_weights[name] = p.to(norm.running_mean.dtype)
+    norm._parameters = cast_weights
+    try:
+        return forward(inputs)
+    finally:
+        norm._parameters = weights
+
+
 class ExtendedEngine(DeepSpeedEngine):  # type: ignore[misc]
     """DeepSpeed's engine with sums in fp64, weights that only some replicas hold, and checkpoints of whole weights."""
 
     _has_compared_buffers = False  # whether the first save has compared the replicas' buffers
+
+    def _configure_distributed_model(self, model: Any) -> None:
+        """Cast the weights of the module and move the module to the device, as DeepSpeed does."""
+        super()._configure_distributed_model(model)
+        is_cast = self.fp16_enabled() or self.bfloat16_enabled()
+        for norm in self.module.modules():
+            # The kernels of BatchNorm need weights in the dtype of the statistics, which DeepSpeed does not cast.
+            if is_cast and getattr(norm, "track_running_stats", False):
+                norm.forward = partial(_run_in_dtype_of_statistics, norm, norm.forward)
 
     def _sum_gradients_in_fp64(self) -> None:
         """Sum fp64 gradients over replicas in fp64: DeepSpeed sums in fp32 unless communication_data_type is given."""

@@ -24,6 +24,29 @@ def refuse_quantization_on_cpus(engine: Any) -> None:
             )
 
 
+def refuse_dtypes(engine: Any, optimizer: Any) -> None:
+    """Raise ValueError for weights that DeepSpeed's optimizers, which flatten groups of weights, would convert.
+
+    optimizer: the user's; None if the ds_config names one.
+    """
+    groups = [{"params": engine.module.parameters()}]
+    if optimizer and engine.zero_optimization_stage() < 3:  # ZeRO 3 flattens the weights of all groups together
+        groups = optimizer.param_groups
+    for group in groups:
+        dtype = None  # of the first trainable weight
+        for p in group["params"]:
+            if not p.requires_grad:
+                continue
+            dtype = dtype or p.dtype
+            if p.is_complex() or p.dtype is not dtype:
+                name = next(name for name, each in engine.module.named_parameters() if each is p)
+                raise ValueError(
+                    f"the weight {name} is {p.dtype}, but DeepSpeed's optimizers for ZeRO and half precision flatten "
+                    "the weights of a parameter group into one tensor of one real dtype: wrap the optimizer in "
+                    "tds.DistributedOptimizer, with ZeRO stage 1, or train in fp32 without ZeRO"
+                )
+
+
 @contextmanager
 def naming_keys(engine: Any) -> Iterator[None]:
     """Raise ValueError, naming the key, for DeepSpeed's assertion about an odd bucket size in this block."""

@@ -5,6 +5,7 @@ import inspect
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -237,6 +239,37 @@ def test_it_learns_as_one_process_does(name: str) -> None:
     make, stages, schedule, how = RIGHT[name]
     for found in on_ranks(stages, _train, make, stages, schedule, how):
         assert found == pytest.approx(plain(make), rel=1e-12)
+
+
+class Dropped(nn.Linear):
+    """A layer with dropout. With an `index`, it seeds torch as DeepSpeed's `seed_layers` does without recomputation."""
+
+    index = -1
+    passes = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        if self.index >= 0:
+            torch.manual_seed(1234 * (self.passes + 1) + self.index)
+        return nn.functional.dropout(super().forward(x), 0.3).tanh()
+
+
+def dropped_layers() -> list[nn.Module]:
+    return [Dropped(WIDTH, WIDTH) for _ in range(4)]
+
+
+def seeded_by_hand() -> list[nn.Module]:
+    layers: list[Any] = dropped_layers()
+    for index, layer in enumerate(layers):
+        layer.index = index
+    return layers
+
+
+@pytest.mark.parametrize(("stages", "interval"), [(1, 0), (2, 0), (2, 1), (1, 3)])
+def test_seeded_layers_draw_the_same_masks_in_every_layout(stages: int, interval: int) -> None:
+    how = {"seed_layers": True, "activation_checkpoint_interval": interval}
+    for found in on_ranks(stages, _train, dropped_layers, stages, "1f1b", how):
+        assert found == pytest.approx(plain(seeded_by_hand), rel=1e-12)
 
 
 def _packed_inputs() -> list[float]:
@@ -494,6 +527,71 @@ def _tied_statistics(folder: Path) -> list[str]:
 def test_statistics_of_a_tied_module_that_differ_between_stages_give_a_warning(tmp_path: Path) -> None:
     (warning,), others = on_ranks(2, _tied_statistics, tmp_path)
     assert "running_mean, running_var" in warning and others == []
+
+
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def normed_layers() -> list[nn.Module]:
+    torch.manual_seed(3)
+    return [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)]
+
+
+def _normed(kind: str, stage: int) -> list[Tensor]:
+    """Train a BatchNorm in half precision; return the losses, then the layer's weight and variance."""
+    half = {"enabled": True, "initial_scale_power": 4} if kind == "fp16" else {"enabled": True}
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0, kind: half}
+    config |= {"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True}
+    model = nn.Sequential(*normed_layers())
+    engine = tds.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), config=config)[0]
+    losses = []
+    for step in range(STEPS):
+        x, y = (t.to(HALVES[kind]) for t in batch(step, 0))
+        losses.append(loss_fn(engine(x), y))
+        engine.backward(losses[-1])
+        engine.step()
+    return [torch.stack(losses).detach(), safe_get_full_fp32_param(model[1].weight), model[1].running_var]
+
+
+def _all_normed() -> list[list[Tensor]]:
+    return [_normed(kind, stage) for kind in HALVES for stage in (1, 3)]
+
+
+def test_batch_norm_runs_in_half_precision_with_statistics_in_fp32() -> None:
+    model = nn.Sequential(*normed_layers())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    losses = []
+    for step in range(STEPS):
+        x, y = (t.float() for t in batch(step, 0))
+        losses.append(loss_fn(model(x), y))
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    for found in on_ranks(1, _all_normed)[0]:
+        for value, wanted in zip(found, [torch.stack(losses), model[1].weight, model[1].running_var], strict=True):
+            torch.testing.assert_close(value.float(), wanted.detach(), rtol=0.02, atol=0.02)
+        assert found[2].dtype is torch.float32
+
+
+def _of_two_dtypes() -> None:
+    """Check that DeepSpeed's ZeRO is refused for weights that it would convert, and no other weights are."""
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True}
+    mixed = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2).double())
+    groups = [{"params": list(layer.parameters())} for layer in mixed]
+    for model, given, stage, name in (
+        (nn.Linear(2, 2, dtype=torch.complex64), None, 1, "weight is torch.complex64"),
+        (mixed, None, 2, "1.weight is torch.float64"),
+        (mixed, groups, 3, "1.weight is torch.float64"),
+        (mixed, groups, 1, None),
+    ):
+        optimizer = torch.optim.SGD(given or model.parameters(), lr=0.1)
+        config["zero_optimization"] = {"stage": stage}
+        with pytest.raises(ValueError, match=f"the weight {name}, but DeepSpeed's") if name else nullcontext():
+            tds.initialize(model=model, optimizer=optimizer, config=config)
+
+
+def test_weights_that_zero_would_convert_are_refused() -> None:
+    on_ranks(1, _of_two_dtypes)
 
 
 class Scaled(nn.Module):
