@@ -31,8 +31,10 @@ class Progress(Observer):
         self.every = every
         self.breakdown = breakdown
         self._seconds: dict[str, float] = defaultdict(float)  # by kind of instruction, since the last progress line
-        self._last_line_at = time.perf_counter()
-        self._steps = 0  # since the last line, as `_samples`
+        self._is_training = True  # False in an evaluation, whose instructions are not measured
+        self._step_began_at = 0.0
+        self._step_seconds = 0.0  # spent in steps since the last line, as `_steps` and `_samples`
+        self._steps = 0
         self._samples = 0
         self._on_cpu = device.type == "cpu"
         self._event_pairs: deque[tuple[str, torch.Event, torch.Event]] = deque()  # not accumulated yet
@@ -40,12 +42,17 @@ class Progress(Observer):
         self._start: Any = 0.0  # start of the measured instruction or part: a time, or a device event
 
     def begin(self, what: What) -> None:
-        """Record the start of a measured instruction or part of a step."""
+        """Record the start of a step, or of a measured instruction or part of a step."""
+        if what in ("train_batch", "eval_batch"):
+            self._is_training = what == "train_batch"
+            self._step_began_at = time.perf_counter()
         if self._measured_name(what):
             self._start = self._read_clock()
 
     def _measured_name(self, what: What) -> str | None:
         """Return the name under which the time of an instruction or part is measured, or None if it is not."""
+        if not self._is_training:
+            return None
         if isinstance(what, str):
             return what if self.breakdown and what in TIMED_PARTS else None
         name = type(what).__name__
@@ -62,7 +69,9 @@ class Progress(Observer):
         return timed_event(self.device)
 
     def end(self, what: What) -> None:
-        """Record the end of a measured instruction or part of a step."""
+        """Record the end of a step, or of a measured instruction or part of a step."""
+        if what == "train_batch":
+            self._step_seconds += time.perf_counter() - self._step_began_at
         name = self._measured_name(what)
         if name is None:
             return
@@ -96,15 +105,14 @@ class Progress(Observer):
         self._samples += samples
         if not self.every or steps % self.every:
             return None
-        seconds = time.perf_counter() - self._last_line_at
         loss_texts = [f"{name}: {value.item():.4f}" for name, value in losses.items()]
-        line = f"steps: {steps} {' '.join(loss_texts)} iter time (s): {seconds / self._steps:.3f} "
-        line += f"samples/sec: {self._samples / seconds:.3f}"
+        line = f"steps: {steps} {' '.join(loss_texts)} iter time (s): {self._step_seconds / self._steps:.3f} "
+        line += f"samples/sec: {self._samples / self._step_seconds:.3f}"
         # take() also synchronizes and forgets the measured times. It is empty without `breakdown`.
         part_texts = [f"{name}: {1e3 * spent / self._steps:.2f}" for name, spent in self.take().items()]
         if part_texts:
             line += f"\ntime (ms) of rank 0 in a step | {' | '.join(part_texts)}"
-        self._last_line_at = time.perf_counter()
+        self._step_seconds = 0.0
         self._steps = 0
         self._samples = 0
         return line

@@ -47,7 +47,11 @@ def test_a_breakdown_waits_for_the_device_only_between_steps(monkeypatch: pytest
     assert found.step(1, 4, {}) is None and not Event.waited and len(found._event_pairs) == 3
     Event.done = True
     assert found.step(2, 4, {}) is None and not found._event_pairs, "what is done is not kept"
-    assert found.take() == {"Forward": 6.0} and not Event.waited
+    found.begin("eval_batch")
+    found.begin(Forward(0))
+    Event.now += 2.0
+    found.end(Forward(0))
+    assert found.take() == {"Forward": 6.0} and not Event.waited, "evaluations are not counted"
 
 
 def test_a_progress_line_counts_the_steps_and_samples_since_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +61,10 @@ def test_a_progress_line_counts_the_steps_and_samples_since_the_last(monkeypatch
     found = progress.Progress(torch.device("cpu"), 10, breakdown=False)
     lines = []
     for step in range(1008, 1021):
+        found.begin("train_batch")
         now[0] += 0.1
+        found.end("train_batch")
+        now[0] += 5.0  # between two steps, such as for a checkpoint
         lines.append(found.step(step, 80 if step == 1020 else 8, {}))
     assert lines[2] and "iter time (s): 0.100 samples/sec: 80.000" in lines[2]
     assert lines[12] and "iter time (s): 0.100 samples/sec: 152.000" in lines[12]  # (9 x 8 + 80) samples in 1 second
@@ -100,9 +107,12 @@ def test_calls_that_block_are_refused_under_a_pipeline(monkeypatch: pytest.Monke
         device=torch.device("cuda"),
         fp16_enabled=lambda: False,
         _config=SimpleNamespace(torch_autocast_enabled=False, _param_dict={}),
-        module=SimpleNamespace(activation_checkpoint_interval=0),
+        module=SimpleNamespace(activation_checkpoint_interval=0, seed_layers=False),
     )
     start._refuse_settings(engine, {}, 1)
+    engine.module = SimpleNamespace(activation_checkpoint_interval=1, seed_layers=True)
+    with pytest.raises(ValueError, match="use tds.PipelineModule, or leave activation_checkpoint_interval out"):
+        start._refuse_settings(engine, {}, 1)
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     with pytest.raises(ValueError, match=SENTENCES["cuda_launch_blocking_1_lets_a"]):
         start._refuse_settings(engine, {}, 1)
