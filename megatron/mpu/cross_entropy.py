@@ -228,6 +228,8 @@ def vocab_parallel_cross_entropy(
     Raises ValueError if logits and targets have different shapes, or if every rank has the logits of the whole
     vocabulary. On an accelerator, the device reports the latter.
     """
+    if isinstance(vocab_size, float):
+        raise TypeError(f"vocab_size, the third argument, is {vocab_size}: pass label_smoothing={vocab_size}")
     losses, _ = vocab_parallel_losses(logits, target, vocab_size, label_smoothing, 0.0, axis)
     return losses
 

@@ -50,7 +50,7 @@ def broadcast_data(
     if valid_data is not None:
         is_valid = torch.ones(1, dtype=datatype, device=device)
         torch.cat([is_valid, *(valid_data[key].reshape(-1).to(device) for key in keys)], out=packed)
-    dist.broadcast(packed, axis.first, group=axis.group)
+    dist.broadcast(packed.view(torch.uint8), axis.first, group=axis.group)  # gloo and NCCL lack some dtypes
     if problem or (device.type == "cpu" and not packed[0]):
         raise ValueError(message)
 

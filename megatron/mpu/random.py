@@ -10,6 +10,7 @@ saved generator state, and a recomputation only resets the counters of draws.
 import hashlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -84,18 +85,6 @@ class RngStreams:
         """Draw from stream `name` inside the block, leaving torch's generator unchanged. split: see `next_seed`."""
         return seeded(self.next_seed(name, split), device)
 
-    @contextmanager
-    def _replay(self, state: tuple[dict[str, int], int]) -> Iterator[None]:
-        """Repeat the draws that followed `state` inside the block, then continue where the streams were before."""
-        state_before = self.get_state()
-        self.set_state(state)
-        self.recomputing = True
-        try:
-            yield
-        finally:
-            self.set_state(state_before)
-            self.recomputing = False
-
     def get_state(self) -> tuple[dict[str, int], int]:
         """Return how often each stream has been drawn from, and the iteration."""
         return dict(self._draws), self.iteration
@@ -110,4 +99,24 @@ class RngStreams:
 
         The replay resets the draw counters to their values at the time of this call.
         """
-        return nullcontext(), self._replay(self.get_state())
+        return nullcontext(), _Replay(self, self.get_state())
+
+
+@dataclass
+class _Replay(AbstractContextManager[None]):
+    """Context that repeats the draws of `rng` that followed `state`, then continues where the streams were before.
+
+    A class, because each backward pass through one recomputed block enters the context again.
+    """
+
+    rng: RngStreams
+    state: tuple[dict[str, int], int]
+
+    def __enter__(self) -> None:
+        self._state_before = self.rng.get_state()
+        self.rng.set_state(self.state)
+        self.rng.recomputing = True
+
+    def __exit__(self, *_: object) -> None:
+        self.rng.set_state(self._state_before)
+        self.rng.recomputing = False

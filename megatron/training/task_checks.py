@@ -3,6 +3,7 @@
 from typing import Any, cast
 
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from ..config import Config
 from ..tokenizer import Tokenizer
@@ -40,6 +41,11 @@ def checked_datasets(task: Task, config: Config, tokenizer: Tokenizer) -> tuple[
             f"there is no training data set, but --train-iters is {config.train.train_iters}: {name}.datasets "
             f"must return one"
         )
+    for each in datasets:
+        if isinstance(each, IterableDataset):
+            raise ValueError(
+                f"{name}.datasets returns an IterableDataset: return data sets with dataset[n] for any n >= 0"
+            )
     return cast(Datasets, tuple(datasets)), list(notes)
 
 

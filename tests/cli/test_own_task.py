@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import ChainDataset
 
 from megatron import mpu
 from megatron.config.command_line import parse
@@ -138,6 +139,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "two": (
         {"datasets": lambda s, config, tokenizer: ((Numbers(), None), [])},
         "^Mine.datasets returns 2 objects as data sets",
+    ),
+    "a stream": (
+        {"datasets": lambda s, config, tokenizer: ((ChainDataset([]), None, None), [])},
+        "^Mine.datasets returns an IterableDataset: return data sets with dataset",
     ),
     "no notes": (
         {"datasets": lambda s, config, tokenizer: (Numbers(), None, None)},

@@ -314,6 +314,8 @@ def _other_tokens() -> None:
         for function in (mpu.vocab_parallel_cross_entropy, mpu.vocab_parallel_right):
             with pytest.raises(ValueError, match=str(list(targets))[1:-1]):
                 function(draw(*tokens, 8), torch.zeros(targets, dtype=torch.int64))
+    with pytest.raises(TypeError, match=r"pass label_smoothing=0\.1"):  # Megatron-LM's third argument
+        mpu.vocab_parallel_cross_entropy(draw(4, 8), torch.zeros(4).long(), 0.1)  # type: ignore[arg-type]
     flat = mpu.vocab_parallel_cross_entropy(draw(24, 8), torch.zeros(4, 6, dtype=torch.int64))
     torch.testing.assert_close(flat.flatten(), F.cross_entropy(draw(24, 8), torch.zeros(24).long(), reduction="none"))
 
@@ -351,9 +353,12 @@ def _broadcast() -> None:
         (["other"], data, "no 'other' in the data|has no valid data"),
         (["text"], {"text": torch.zeros(2)}, "is torch.float32, expected torch.int64|has no valid data"),
         (["text"], None, "must be given data|has no valid data"),
+        (["text"], {"text": [1, 2]}, "'text' is a list, expected a tensor|has no valid data"),
     ):
         with pytest.raises(ValueError, match=message):
             mpu.broadcast_data(keys, wrong if axis.rank == 0 else None, torch.int64)
+    short = torch.tensor([-3, 300], dtype=torch.int16)  # a dtype that gloo cannot send
+    assert torch.equal(mpu.broadcast_data(["text"], {"text": short}, torch.int16)["text"], short)
     sizes = {"text": (3, 4), "length": [1]}
     sent, honest = [], dist.broadcast
     with pytest.MonkeyPatch.context() as patch:
@@ -425,8 +430,9 @@ def test_checkpointing_replays_dropout_even_after_later_draws() -> None:
     second = mpu.checkpoint(block, x, rng=rng)  # advances the random stream before `first` is recomputed
     kept = first.detach() != 0
     assert not torch.equal(kept, second.detach() != 0)
-    (grad,) = torch.autograd.grad(first.sum(), x)
-    torch.testing.assert_close(grad, torch.where(kept, 4 * x, 0.0).detach())
+    for _ in range(2):  # a user may differentiate several losses
+        (grad,) = torch.autograd.grad(first.sum(), x, retain_graph=True)
+        torch.testing.assert_close(grad, torch.where(kept, 4 * x, 0.0).detach())
 
 
 def _norm(shape: tuple[int, int, int]) -> None:
