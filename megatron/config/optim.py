@@ -113,7 +113,12 @@ class OptimConfig(MuonConfig):
     @property
     def rounded_moments(self) -> list[str]:
         """Names of Adam's moments that are kept in bf16."""
-        return [name for name in ("exp_avg", "exp_avg_sq") if vars(self)[f"{name}_dtype"] == "bf16"]
+        names = []
+        if self.exp_avg_dtype == "bf16":
+            names.append("exp_avg")
+        if self.exp_avg_sq_dtype == "bf16":
+            names.append("exp_avg_sq")
+        return names
 
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()
