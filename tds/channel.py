@@ -226,8 +226,7 @@ class Receiver:
         self._post_after = post_after
         self._passes = 0
         self._reserved: dict[MicroChunk, Tensor] = {}  # buffers of receives that are not posted yet
-        self._runs: defaultdict[int, LayoutRun] = defaultdict(LayoutRun)  # the current run of each chunk
-        self._ends: dict[MicroChunk, int] = {}  # for each message of the step, the end of its run
+        self._ends: dict[MicroChunk, int] = {}  # for each message of the runs so far, the end of its run
         self._agenda = deque(agenda)  # messages without a posted receive, in the order of sending
         self._layouts: dict[MicroChunk, Layout | None] = {}  # layouts of these messages, once known
         self._posted: deque[PostedReceive] = deque()
@@ -269,7 +268,7 @@ class Receiver:
 
         Raises DataEnded if the header means the end of the data.
         """
-        if micro_chunk.micro == self._runs[micro_chunk.chunk].end:
+        if micro_chunk not in self._ends:
             self._receive_header(micro_chunk)
         return self.take(micro_chunk)
 
@@ -282,10 +281,10 @@ class Receiver:
             raise DataEnded(f"the data of rank {self.link.peer} ended")
         layout = tuple((getattr(torch, dtype), flags, torch.Size(shape)) for dtype, flags, shape in tensors)
         end = micro_chunk.micro + run_length
-        self._runs[micro_chunk.chunk] = LayoutRun(end, layout)
         for micro in range(micro_chunk.micro, end):
-            self._layouts[MicroChunk(micro, micro_chunk.chunk)] = layout
-            self._ends[MicroChunk(micro, micro_chunk.chunk)] = end
+            announced = MicroChunk(micro, micro_chunk.chunk)
+            self._layouts[announced] = layout
+            self._ends[announced] = end
 
     def run_end(self, micro_chunk: MicroChunk) -> int:
         """Return the first micro-batch after `micro_chunk` whose layout may differ, according to the sender.
