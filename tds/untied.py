@@ -11,7 +11,6 @@ from .groups import gather_objects
 from .pipe import ties
 
 MAX_NAMED = 3  # weights that one warning names
-NamesByLayers = dict[tuple[int, ...], list[str]]  # indices of layers -> names of the weights that they share
 
 
 class Holder(NamedTuple):
@@ -32,19 +31,15 @@ def warn_of_untied(module: Any, group: Any) -> None:
     for stage in gather_objects(_find_holders(module), group):
         for each in stage:
             holders.setdefault(each.weight, []).append(each)
-    if module.global_rank == 0:
-        for layers, names in _group_by_layers(module, holders).items():
-            warnings.warn(_describe_untied(module, layers, names), stacklevel=4)
-
-
-def _group_by_layers(module: Any, holders: Mapping[str, Sequence[Holder]]) -> NamesByLayers:
-    """Return the weights that stages train apart, by the layers that hold them."""
-    weights = NamesByLayers()
+    if module.global_rank != 0:
+        return
+    names_by_layers: dict[tuple[int, ...], list[str]] = {}  # indices of layers -> weights that they train apart
     for name, weight_holders in holders.items():
         if _is_trained_apart(module, weight_holders):
             layers = tuple(sorted(each.layer for each in weight_holders))
-            weights.setdefault(layers, []).append(name)
-    return weights
+            names_by_layers.setdefault(layers, []).append(name)
+    for layers, names in names_by_layers.items():
+        warnings.warn(_describe_untied(module, layers, names), stacklevel=4)
 
 
 def _is_trained_apart(module: Any, holders: Sequence[Holder]) -> bool:
