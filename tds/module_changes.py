@@ -48,7 +48,9 @@ class KnownModel:
                     f"layer: replace layers before tds.initialize()"
                 )
             for index in positions:
-                functions[index] = _replace_layer(functions[index], layer)
+                function = functions[index]
+                is_tied = isinstance(function, partial)  # with the layer as its first argument
+                functions[index] = partial(function.func, layer, *function.args[1:]) if is_tied else layer
         return self._has_replaced_layers
 
     def check_weights(self, optimizer: Any) -> None:
@@ -89,7 +91,3 @@ def _layer_in(function: Callable[..., Any]) -> Any:
     This is the entry itself or, for a tied layer with a `forward_fn`, the module bound in the partial.
     """
     return function.args[0] if isinstance(function, partial) and function.args else function
-
-
-def _replace_layer(function: Callable[..., Any], layer: nn.Module) -> Callable[..., Any]:
-    return partial(function.func, layer, *function.args[1:]) if isinstance(function, partial) else layer
