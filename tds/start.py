@@ -50,7 +50,8 @@ def raise_if_any_failed(error: Exception | None) -> None:
 def prove_no_deadlock(schedule: Schedule, engine: Any, chunks: int) -> None:
     """Raise ScheduleError unless training and evaluation provably end, without a deadlock, on this device.
 
-    The proof holds for the engine's present number of micro-batches.
+    The proof holds for the engine's present number of micro-batches. Raises ValueError if a schedule that splits
+    backward passes runs with activation checkpointing.
     """
     # The streams of a device may share hardware queues, and its host may have to synchronize it.
     has_queues = has_message_queues(engine.device)
@@ -67,20 +68,14 @@ def prove_no_deadlock(schedule: Schedule, engine: Any, chunks: int) -> None:
     if kinds.isdisjoint((Backward, BackwardInput)):
         raise ScheduleError("the schedule has no backward pass, so nothing would be learned")
     if BackwardInput in kinds:
-        _refuse_recomputation(engine)
+        if engine.module.activation_checkpoint_interval > 0:
+            raise ValueError(
+                f"the schedule {engine._config.pipeline.get('schedule')} would recompute activations twice, once for "
+                "each half of the backward pass: use 1f1b, or leave activation checkpointing out"
+            )
         keep_saved_tensors()
     _check_for_deadlocks(plan, micros, rules)
     _check_for_deadlocks(make_plan(partial(forward_only, chunks=chunks), stages, micros), micros, rules)
-
-
-def _refuse_recomputation(engine: Any) -> None:
-    """Raise ValueError if a schedule that splits backward passes runs with activation checkpointing."""
-    if engine.module.activation_checkpoint_interval > 0:
-        name = engine._config.pipeline.get("schedule", "1f1b")
-        raise ValueError(
-            f"the schedule {name} would recompute activations twice, once for each half of the backward pass: "
-            "use 1f1b, or leave activation checkpointing out"
-        )
 
 
 def _check_for_deadlocks(plan: Plan, micros: int, rules: Rules) -> None:
@@ -100,14 +95,13 @@ def _refuse_settings(engine: Any, settings: Mapping[str, Any], chunks: int) -> N
     for profiler in ("flops_profiler", "comms_logger"):
         if config._param_dict.get(profiler, {}).get("enabled") and not engine.global_rank:
             warnings.warn(f"{profiler} records no training step of a pipeline: use torch.profiler", stacklevel=4)
-    name = settings.get("schedule", "1f1b")
     # Without an optimizer, such as for evaluation, there is no gradient norm.
     if engine.fp16_enabled() and not engine.zero_optimization() and engine.optimizer:
         raise ValueError(
             "fp16 under a pipeline needs ZeRO stage 1 (without ZeRO, DeepSpeed computes a wrong gradient norm): "
             'set "zero_optimization": {"stage": 1}'
         )
-    if name == "interleaved" and chunks == 1 and engine.num_stages > 1:
+    if settings.get("schedule") == "interleaved" and chunks == 1 and engine.num_stages > 1:
         raise ValueError("the schedule interleaved needs several chunks a stage: tds.PipelineModule(..., chunks=2)")
     if engine.num_stages > 1 and engine.device.type == "cuda" and os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
         raise ValueError(
