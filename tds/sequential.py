@@ -154,10 +154,9 @@ def chunk_of_weights(module: Any) -> dict[Any, int]:
     If several chunks use a parameter, this is the first of them, whose backward pass comes last.
     """
     chunk_of: dict[Any, int] = {}
-    slices = getattr(module, "chunk_slices", ())
-    # The first chunk comes last, so it overwrites the later ones.
-    for chunk, (begin, end) in reversed(list(enumerate(slices))):
+    for chunk, (begin, end) in enumerate(getattr(module, "chunk_slices", ())):
         for layer in module.forward_funcs[begin:end]:
             if hasattr(layer, "parameters"):  # a plain function has none
-                chunk_of.update(dict.fromkeys(layer.parameters(), chunk))
+                for p in layer.parameters():
+                    chunk_of.setdefault(p, chunk)
     return chunk_of
