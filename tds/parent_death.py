@@ -165,17 +165,13 @@ def rejoin_store(backend: str, timeout: timedelta | None, device: "torch.device"
     dist.init_process_group(backend, store=own_store, rank=rank, world_size=ranks, timeout=timeout, device_id=bound)
 
 
-class _WatchThread:
-    thread: threading.Thread | None = None
-
-
 def end_with_launcher() -> None:
     """Start a thread that ends this process when its launcher has died."""
     is_gone = _launcher_check()
-    if is_gone is None or (_WatchThread.thread is not None and _WatchThread.thread.is_alive()):
+    is_watched = any(thread.name == "tds-launched" for thread in threading.enumerate())
+    if is_gone is None or is_watched:
         return
-    _WatchThread.thread = threading.Thread(target=_exit_when_gone, args=(is_gone,), name="tds-launched", daemon=True)
-    _WatchThread.thread.start()
+    threading.Thread(target=_exit_when_gone, args=(is_gone,), name="tds-launched", daemon=True).start()
 
 
 def _exit_when_gone(is_gone: Callable[[], bool]) -> None:
