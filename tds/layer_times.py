@@ -39,15 +39,14 @@ def layer_times(layers: Sequence[Any], example: Any, device: torch.device) -> li
             if isinstance(layer, TiedLayerSpec) and layer.forward_fn is not None:
                 function = partial(layer.forward_fn, module)
             with _unchanged_buffers(module):
-                _, outputs = _time_layer(function, inputs, device)  # warm-up
                 rounds = []
-                for _ in range(ROUNDS):
+                for _ in range(1 + ROUNDS):
                     elapsed, outputs = _time_layer(function, inputs, device)
                     rounds.append(elapsed)
-            seconds.append(statistics.median(rounds))
+            seconds.append(statistics.median(rounds[1:]))  # the first round is the warm-up
             inputs = outputs
             if isinstance(module, nn.Module):
-                module.zero_grad(set_to_none=True)
+                module.zero_grad()
     slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return slowest.tolist()  # type: ignore[no-any-return]
