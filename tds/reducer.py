@@ -94,13 +94,12 @@ class GradReducer:
         self._bucket_bytes = bucket_bytes
         self._chunk_of = chunk_of or {}
         self._signature: list[Any] = []  # of the weights in the buckets
-        self._sparse: list[nn.Parameter] = []  # weights with sparse gradients; not in buckets, reduced last
         self._launcher: BucketLauncher | None = None
         self._current_launcher()
 
     def _current_launcher(self) -> BucketLauncher:
         """Return the launcher; pack the weights into new buckets if any was frozen, unfrozen, replaced or converted."""
-        self._sparse = sparse_weights(self._module)
+        self._sparse = sparse_weights(self._module)  # not in buckets, reduced last
         sparse = set(self._sparse)
         trainable = [p for p in self._module.parameters() if p.requires_grad and p not in sparse]
         signature = [(id(p), p.dtype, p.device, p.shape) for p in trainable]
