@@ -1,6 +1,6 @@
 """Overlap of the gradient reduction with the last backward pass of a step, by bucket (Li et al. 2020)."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -125,7 +125,7 @@ class BucketLauncher:
         # Number of gradients that each weight has received so far in this step's last backward pass.
         self._counts: Counter[nn.Parameter] = Counter()
         self._armed_chunks: set[int] = set()  # chunks whose last backward pass of this step has begun or ended
-        self._next_bucket = 0  # next bucket to reduce
+        self._pending = deque(self._buckets)  # buckets whose reductions have not started, in the order of reduction
 
     def arm(self, chunk: int = 0) -> None:
         """Mark the next backward pass as the one that gives this chunk's weights their last gradients of the step."""
@@ -133,7 +133,7 @@ class BucketLauncher:
 
     def finish(self) -> None:
         """Reduce the remaining buckets and wait until all buckets are reduced."""
-        while self._next_bucket < len(self._buckets):
+        while self._pending:
             self._reduce_next()
         for bucket in self._buckets:
             bucket.wait()
@@ -158,7 +158,7 @@ class BucketLauncher:
         add(parameter)
         if self._chunk_of.get(parameter, 0) in self._armed_chunks:
             self._counts[parameter] += 1
-            while self._next_bucket < len(self._buckets) and self._is_complete(self._buckets[self._next_bucket]):
+            while self._pending and self._is_complete(self._pending[0]):
                 self._reduce_next()
 
     def _is_complete(self, bucket: ReducibleBucket) -> bool:
@@ -179,7 +179,6 @@ class BucketLauncher:
 
     def _reduce_next(self) -> None:
         """Start the reduction of the next bucket. All replicas reduce the buckets in this order."""
-        bucket = self._buckets[self._next_bucket]
-        self._next_bucket += 1
+        bucket = self._pending.popleft()
         bucket.launched = True
         bucket.reduce()
