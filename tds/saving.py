@@ -146,7 +146,7 @@ class PipelineState:
 
 def layout_of(module: Any) -> Layout:
     """Return the partition of the layers: `cuts` (first layer of each group) and `chunks` (groups per stage)."""
-    return {"cuts": [int(cut) for cut in getattr(module, "cuts", module.parts)], "chunks": getattr(module, "chunks", 1)}
+    return {"cuts": [int(cut) for cut in module.parts], "chunks": getattr(module, "chunks", 1)}
 
 
 def _checkpoint_folder(folder: Path, tag: Any, universal: bool) -> Path | None:
@@ -187,7 +187,7 @@ def _refuse_other_layout(path: Path, current: Layout) -> None:
     )
 
 
-def warn_of_copies(module: nn.Module, replicas: Any) -> None:
+def warn_of_copies(module: Any, replicas: Any) -> None:
     """Warn of persistent buffers that differ between replicas, or between the stages of a tied module. Collective.
 
     replicas: process group of the replicas.
@@ -200,8 +200,7 @@ def warn_of_copies(module: nn.Module, replicas: Any) -> None:
             stacklevel=4,
         )
     for key, stages, _ in ties(module):
-        tied: Any = module.tied_modules
-        differing = _differing_buffers(tied[key], stages)
+        differing = _differing_buffers(module.tied_modules[key], stages)
         if differing:
             warnings.warn(
                 f"the buffers {differing} of the tied module {key!r} differ between its stages: a tie shares weights, "
