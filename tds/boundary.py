@@ -47,7 +47,7 @@ def kind_of(tensor: Tensor) -> str:
     """Return the kind of a tensor's dtype, as in `Boundary.kind`: `float` (also if complex), `int` or `bool`."""
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return "float"
-    return "bool" if str(tensor.dtype) == "torch.bool" else "int"
+    return "bool" if tensor.dtype is torch.bool else "int"
 
 
 Declared = tuple[Boundary, ...] | None  # the declaration of one stage boundary; None: not declared
