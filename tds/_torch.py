@@ -57,21 +57,22 @@ def compiled_on_cuda(function: Function, eager: Function) -> Function:
     Both overwrite their first argument, and a second call must change nothing. If compiling fails, for instance without
     Triton, there is a warning and `eager` runs.
     """
-    chosen: list[Function] = []  # empty before the first call; then `function`, compiled, or `eager`
+    chosen: Function | None = None  # before the first call; then `function`, compiled, or `eager`
 
     def call(x: Tensor, *others: Tensor) -> Tensor:
+        nonlocal chosen
         if not x.is_cuda:
             return eager(x, *others)
-        if not chosen:
-            chosen.append(torch.compile(function))
+        if chosen is None:
+            chosen = torch.compile(function)
             try:
-                return chosen[0](x, *others)
+                return chosen(x, *others)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # the compiler raises errors of many types
                 warnings.warn(f"{function.__name__} runs unfused, because torch.compile failed: {error}", stacklevel=2)
-                chosen[0] = eager
-        return chosen[0](x, *others)
+                chosen = eager
+        return chosen(x, *others)
 
     return call
 
