@@ -115,8 +115,11 @@ def refuse_patches(engine: Any, module: Any, reduces: bool = False) -> None:
     engine: a pipeline engine of tds, or its class before it is built. module: the PipelineModule.
     reduces: whether tds reduces the gradients over the replicas without DeepSpeed.
     """
-    engine_class = engine if isinstance(engine, type) else type(engine)
-    attributes = {} if isinstance(engine, type) else vars(engine)
+    engine_class = type(engine)
+    attributes = vars(engine)
+    if isinstance(engine, type):
+        engine_class = engine
+        attributes = {}
     points = IGNORED_POINTS
     if reduces:
         points = IGNORED_POINTS + REDUCTION_POINTS
