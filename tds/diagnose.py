@@ -149,7 +149,6 @@ class Watchdog(Observer):
         self._describe = weakref.WeakMethod(describe) if describe else lambda: str
         self._activity: Activity | None = None
         self._device_progress = DeviceProgress(device) if device is not None and device.type != "cpu" else None
-        self._main_thread_id = threading.main_thread().ident or 0
         self._exit_lock = threading.Lock()
         Watchdog.latest = self
         _install_excepthook()
@@ -308,7 +307,7 @@ class Watchdog(Observer):
 
     def _stack(self) -> str:
         """Return the stack of the main thread as text."""
-        frame = sys._current_frames().get(self._main_thread_id)
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
         return "".join(traceback.format_stack(frame)).rstrip() if frame else "no stack"
 
     def _report(self, stack: str) -> int:
