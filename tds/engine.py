@@ -82,7 +82,7 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
         self.set_batch_fn(getattr(self.module, "_megatron_batch_fn", None))
 
         self._chunks: int = getattr(self.module, "chunks", 1)
-        settings = dict(self._config.pipeline)
+        settings = self._config.pipeline
         self.schedule = checked_schedule(self, settings, self._chunks)
         self._proven_micro_batches = {self.micro_batches}  # checked_schedule has proven the schedule for these
         if self._reduction.averages and not is_reduction_replaced(type(self)):
