@@ -80,8 +80,8 @@ class _Simulation:
             has_changed = True
             while has_changed:
                 has_changed = False
-                for number in range(len(stages)):
-                    has_changed |= self._run_until_blocked(number)
+                for number, stage in enumerate(stages):
+                    has_changed |= self._run_until_blocked(number, stage)
             # Advance the time to the end of the next pass.
             ends = [stage.busy_until for stage in stages if stage.busy_until is not None]
             if not ends:
@@ -100,9 +100,8 @@ class _Simulation:
                     f"{type(head).__name__}({head.micro}) of chunk {head.chunk}"
                 )
 
-    def _run_until_blocked(self, number: int) -> bool:
+    def _run_until_blocked(self, number: int, stage: _Stage) -> bool:
         """Run a stage as far as possible; return whether anything changed."""
-        stage = self.stages[number]
         if stage.busy_until is not None:
             return False
         changed = self._post(stage)
