@@ -154,7 +154,7 @@ class Sender:
         Several tensors are copied into one buffer. A single one is sent from its own memory, unless another tensor
         uses this memory and so could change it while it is sent.
         """
-        parts: list[Tensor] = []
+        parts = []
         must_copy = False
         for each in tensors:
             if each.tensor.numel():

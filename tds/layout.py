@@ -19,7 +19,7 @@ def _can_broadcast(data: Tensor) -> bool:
 @contextmanager
 def flattened_for_broadcast(module: nn.Module) -> Iterator[None]:
     """Replace the data of weights that cannot be broadcast by flat views or copies in this block."""
-    replaced: list[tuple[nn.Parameter, Tensor]] = []
+    replaced = []
     for p in module.parameters():
         data = p.data
         if not _can_broadcast(data):
@@ -38,7 +38,7 @@ def flattened_scalars(module: nn.Module) -> Iterator[None]:
 
     DeepSpeed clips by a factor of shape [1], by which it cannot multiply a gradient of dimension 0 in place.
     """
-    replaced: list[tuple[nn.Parameter, Tensor, Tensor]] = []
+    replaced = []
     for p in module.parameters():
         if not p.dim() and p.grad is not None:
             replaced.append((p, p.data, p.grad))

@@ -65,7 +65,7 @@ def zero_bubble(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
     warmup = min(stages - 1 - stage, micros)
     forward = list(map(Forward, range(micros)))
     backward = list(map(BackwardInput, range(micros)))
-    order: list[Instruction] = []
+    order = []
     for each in alternate(forward, backward, warmup):
         order.append(each)
         if isinstance(each, BackwardInput) and each.micro >= stage:

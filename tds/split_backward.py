@@ -159,7 +159,7 @@ def _find_paths(inputs: Sequence[Tensor], order: Sequence[Node]) -> tuple[set[No
 
 def _children_first(roots: Sequence[Node]) -> list[Node]:
     """Return all nodes of the graph, each after the nodes that its edges lead to."""
-    order: list[Node] = []
+    order = []
     seen: set[Node] = set()
     # A node is pushed twice. Its second visit comes after all nodes that its edges lead to, and is marked True.
     stack: list[tuple[Node, bool]] = [(node, False) for node in roots]

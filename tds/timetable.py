@@ -142,7 +142,7 @@ def simulate_times(
     pending = [deque(stage) for stage in plan]
     clock = [0.0] * stages
     in_transit: dict[tuple[int, type], deque[float]] = defaultdict(deque)  # arrival times, by virtual stage
-    spans: list[Span] = []
+    spans = []
     while any(pending):
         num_remaining = sum(map(len, pending))
         for stage, instructions in enumerate(pending):
