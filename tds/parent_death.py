@@ -43,19 +43,16 @@ def start_time_of(pid: int) -> str | None:
     return fields[18]  # field 22 of the file, see proc(5)
 
 
-def process_table() -> str:
-    """Return an id of the process table that this process sees: boot id and PID namespace.
+def _pid_namespace() -> str:
+    """Return the name of the PID namespace whose processes this process sees.
 
-    A hostname and a process id do not identify a process: containers on one host may share its hostname, and each
-    numbers its processes from 1. Returns "" if /proc is missing or shows the table of another namespace.
+    Each container numbers its processes from 1, so a process id is valid in one namespace only. Returns "" if /proc is
+    missing or shows the processes of another namespace.
     """
-    try:
-        if os.readlink("/proc/self") != str(os.getpid()):
-            return ""
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
+    with contextlib.suppress(OSError):
+        if os.readlink("/proc/self") == str(os.getpid()):
+            return os.readlink("/proc/self/ns/pid")
+    return ""
 
 
 class ImpossibleRanks(ValueError):
@@ -125,7 +122,7 @@ def _launcher_check() -> Callable[[], bool] | None:
 def _own_launcher_check(launcher: str) -> Callable[[], bool] | None:
     """Return `_launcher_check` for this project's launcher. launcher: process id and, if known, PID namespace."""
     number, _, namespace = launcher.partition(" ")
-    if namespace and namespace != process_table().partition(" ")[2]:
+    if namespace and namespace != _pid_namespace():
         return None  # the launcher runs in another container, so its process is not visible here
     pid = int(number)
     start_time = start_time_of(pid)
