@@ -20,7 +20,6 @@ class ReducibleBucket(Protocol):
     """Gradients that are reduced together, in an order that is equal on all replicas."""
 
     parameters: Weights
-    launched: bool  # whether the reduction of this step's gradients has started
 
     def add(self, parameter: nn.Parameter) -> None:
         """Accumulate the gradient `parameter.grad` into the bucket."""
@@ -120,12 +119,11 @@ class BucketLauncher:
 
     def reset(self) -> None:
         """Prepare for a new step; the previous one may have ended in an error."""
-        for bucket in self._buckets:
-            bucket.launched = False
+        self._launched = set[ReducibleBucket]()  # buckets whose reductions of this step's gradients have started
         # Number of gradients that each weight has received so far in this step's last backward pass.
         self._counts: Counter[nn.Parameter] = Counter()
         self._armed_chunks: set[int] = set()  # chunks whose last backward pass of this step has begun or ended
-        self._pending = deque(self._buckets)  # buckets whose reductions have not started, in the order of reduction
+        self._pending = deque(self._buckets)  # the other buckets, in the order of reduction
 
     def arm(self, chunk: int = 0) -> None:
         """Mark the next backward pass as the one that gives this chunk's weights their last gradients of the step."""
@@ -149,7 +147,7 @@ class BucketLauncher:
     def add_gradient(self, parameter: nn.Parameter, add: Callable[[nn.Parameter], None]) -> None:
         """Add a gradient to its bucket by calling `add`. Raises RuntimeError if the bucket's reduction has started."""
         bucket = self._bucket_of[parameter]
-        if bucket.launched:
+        if bucket in self._launched:
             raise RuntimeError(
                 f"a gradient of a weight of shape {tuple(parameter.shape)} arrived after its bucket was reduced over "
                 "the replicas: the weight is used more often than in the previous step. Turn the overlap of reduction "
@@ -180,5 +178,5 @@ class BucketLauncher:
     def _reduce_next(self) -> None:
         """Start the reduction of the next bucket. All replicas reduce the buckets in this order."""
         bucket = self._pending.popleft()
-        bucket.launched = True
+        self._launched.add(bucket)
         bucket.reduce()

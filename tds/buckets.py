@@ -59,7 +59,6 @@ class Bucket:
             # The weights in this replica's share, each with the begin of its elements in the share.
             self.share.pieces = [(p, begin) for p, begin, _ in self._owned_slices()]  # type: ignore[attr-defined]
         self._arrived: set[nn.Parameter] = set()  # parameters that have received a gradient in this step
-        self.launched = False  # whether the reduction of this step's gradients has started
         self.pending_work: dist.Work | None = None
 
     def _owned_slices(self) -> Iterator[tuple[nn.Parameter, int, int]]:

@@ -28,7 +28,6 @@ class _GradBucket:
     def __init__(self, parameters: Sequence[nn.Parameter], group: Any) -> None:
         self.parameters = list(parameters)
         self.group = group
-        self.launched = False
         self._present: Tensor | None = None  # ones, one per parameter, which the all-reduce turns into counts
         self._work: dist.Work | None = None
         # Weights without a gradient on this replica, each with the number of replicas that have one.
