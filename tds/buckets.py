@@ -29,7 +29,7 @@ class Bucket:
     wholly in one share, the work of stepping a weight, see `flat_matrices.py`.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: Any, work: Work | None = None) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], group: Any, work: Work | None) -> None:
         self.group = group
         self.replicas = dist.get_world_size(group)
         self.parameters, offsets, share = place_weights(parameters, self.replicas, work)  # in the order of memory
@@ -214,8 +214,8 @@ class Bucket:
             ranges.append((begin, end, counts[parameter]))
         slices = []  # of at most NORM_SLICE elements
         for begin, end, is_counted in ranges:
-            for start in range(begin, end, NORM_SLICE):
-                slices.append((self.share_grad[start : min(start + NORM_SLICE, end)], is_counted))
+            for piece in torch.split(self.share_grad[begin:end], NORM_SLICE):
+                slices.append((piece, is_counted))
         return slices
 
 
