@@ -320,9 +320,7 @@ def flat_groups(optimizer: Any) -> list[tuple[Sequence[torch.Tensor], torch.Tens
 
 def link_shares(bucket: Any, number: int) -> None:
     """Make fp32 weights and gradients of bucket `number` visible to `deepspeed.utils.safe_get_full_fp32_param` etc."""
-    from deepspeed.utils import link_hp_params
-
-    link_hp_params(
+    utils.link_hp_params(
         lp_param_list=bucket.weights_and_gaps(),  # DeepSpeed derives each weight's position from the sizes before it
         flat_hp_partition=bucket.share,
         gradient_dict={number: bucket.owned_grads()},
@@ -344,9 +342,7 @@ def is_elementwise(optimizer: Any) -> bool:
 
 def link_states(bucket: Any, states: Any) -> None:
     """Make the optimizer states of a `Bucket`, which exist after the first step, visible to DeepSpeed's utilities."""
-    from deepspeed.utils import lazy_init_hp_params_optimizer_state
-
-    lazy_init_hp_params_optimizer_state(bucket.parameters, bucket.share, states)
+    utils.lazy_init_hp_params_optimizer_state(bucket.parameters, bucket.share, states)
 
 
 FLOPS_PROFILER = {  # valid keys of the section `flops_profiler`; DeepSpeed ignores unknown keys

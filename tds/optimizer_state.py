@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ._deepspeed import BF16_Optimizer, Zero3Optimizer, Zero12Optimizer, zero
-from ._deepspeed import utils as _utils
+from ._deepspeed import BF16_Optimizer, Zero3Optimizer, Zero12Optimizer, utils, zero
 from ._torch import norms
 from .average import AVERAGE
 from .clip import weights_of
@@ -102,7 +101,7 @@ def get_weight(parameter: nn.Parameter) -> Tensor:
             return parameter.detach().clone()
     if not _is_wrapped(parameter):
         return parameter.detach()
-    exact: Tensor = _utils.safe_get_full_fp32_param(parameter)
+    exact: Tensor = utils.safe_get_full_fp32_param(parameter)
     if hasattr(parameter, "ds_id"):
         return exact
     # Where the fp32 copy does not round to the weight, a user has changed the weight.
@@ -117,7 +116,7 @@ def set_weight(parameter: nn.Parameter, value: Tensor) -> None:
         parameter.copy_(value)
         return
     if parameter.requires_grad:
-        _utils.safe_set_full_fp32_param(parameter, value)
+        utils.safe_set_full_fp32_param(parameter, value)
     if not hasattr(parameter, "ds_id"):
         parameter.copy_(value)
         return
@@ -171,7 +170,7 @@ def get_moment(engine: Any, parameter: nn.Parameter, name: str) -> Tensor:
     if not parameter.requires_grad:
         return engine.weight_average.frozen_average(parameter, get_weight(parameter))  # type: ignore[no-any-return]
     if _is_wrapped(parameter):
-        return _utils.safe_get_full_optimizer_state(parameter, name)  # type: ignore[no-any-return]
+        return utils.safe_get_full_optimizer_state(parameter, name)  # type: ignore[no-any-return]
     return torch_optimizer_of(engine).state[parameter][name].to(parameter.dtype)  # type: ignore[no-any-return]
 
 
@@ -181,7 +180,7 @@ def set_moment(engine: Any, parameter: nn.Parameter, name: str, value: Tensor) -
     if not parameter.requires_grad:
         engine.weight_average.set_frozen_average(parameter, value)
     elif _is_wrapped(parameter):
-        _utils.safe_set_full_optimizer_state(parameter, value, name)
+        utils.safe_set_full_optimizer_state(parameter, value, name)
     else:
         torch_optimizer_of(engine).state[parameter][name].copy_(value)
 

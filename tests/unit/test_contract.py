@@ -58,7 +58,7 @@ VARIABLES = {
     "deepspeed": "deepspeed",
     "_ds": "deepspeed",
     "_deepspeed.deepspeed": "deepspeed",
-    "_utils": "utils",
+    "utils": "utils",
     "zero": "zero",
     "checkpointing": "checkpointing",
     "comm": "comm",
