@@ -38,8 +38,6 @@ class KnownModel:
             replaced = self._layers.get(name)
             if replaced is None or replaced is layer:
                 continue
-            self._layers[name] = layer
-            self._has_replaced_layers = True
             functions: list[Any] = self._module.forward_funcs  # type: ignore[assignment]
             positions = [index for index, function in enumerate(functions) if _layer_in(function) is replaced]
             if not positions:
@@ -47,6 +45,8 @@ class KnownModel:
                     f"the layer {name} was replaced, but the pipeline runs a function made from the old "
                     f"layer: replace layers before tds.initialize()"
                 )
+            self._layers[name] = layer
+            self._has_replaced_layers = True
             for index in positions:
                 function = functions[index]
                 is_tied = isinstance(function, partial)  # with the layer as its first argument

@@ -12,7 +12,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import tds
 from tds import optimizer_state
-from tds.module_changes import ReplacedWeightError
+from tds.module_changes import KnownModel, ReplacedWeightError
 from tests.support import on_ranks
 
 WIDTH, MICROS, STEPS = 6, 2, 3
@@ -241,6 +241,21 @@ def _layer_followed() -> None:
 
 def test_a_replaced_layer_runs() -> None:
     on_ranks(1, _layer_followed)
+
+
+def _function_of_a_replaced_layer() -> None:
+    net = tds.PipelineModule(layers(), num_stages=1, loss_fn=mse)
+    old = net.forward_funcs[0]
+    net.forward_funcs[0] = lambda x: old(x)  # such as a compiled layer
+    known = KnownModel(net)
+    net.add_module("0", nn.Linear(WIDTH, WIDTH))
+    for _ in range(2):
+        with pytest.raises(ReplacedWeightError, match="the layer 0 was replaced"):
+            known.adopt_new_layers()
+
+
+def test_a_function_of_a_replaced_layer_is_refused_each_time() -> None:
+    on_ranks(1, _function_of_a_replaced_layer)
 
 
 def test_a_replaced_layer_runs_without_a_pipeline() -> None:

@@ -79,7 +79,7 @@ def test_the_memory_estimate_has_two_bytes_a_moment(optimizer: str) -> None:
 @pytest.mark.parametrize(
     ("model", "optim", "flag"),
     [
-        ({}, {"optimizer": "sgd"}, "--optimizer sgd"),
+        ({}, {"optimizer": "sgd"}, "--optimizer"),
         ({"kernels": "apex"}, {}, "--kernels"),
         ({}, {"adam_beta2": 0.999}, "--adam-beta2"),
     ],
