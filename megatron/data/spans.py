@@ -119,32 +119,52 @@ def draw_spans_to_document_ends(
         used = int(boundaries[-1]) + 1
     # Use fewer tokens of the window, until the unmasked tokens and the sentinels fit into the encoder.
     while True:
-        # Documents end at `stops`. If the last one continues beyond the used tokens, it ends with them here.
-        stops = boundaries + 1 if len(boundaries) and boundaries[-1] == used - 1 else np.append(boundaries + 1, used)
-        sizes = np.diff(stops, prepend=0)
-        min_spans = np.ones(len(sizes), dtype=np.int64)
-        if len(stops) > len(boundaries):
-            min_spans[-1] = 0  # the last document continues beyond the window, so it needs no span at its end
-        # Spans are divided in proportion to the size of a document. Each span needs two tokens, a masked one and an
-        # unmasked one before it.
-        wanted_spans = max(plan.spans, len(boundaries))
-        spans = _distribute(sizes // 2, min(wanted_spans, used), min_spans)
-        # Each span gets at least one masked token. A document with spans keeps an unmasked token for each, if it can.
-        most_noise = np.where(spans > 0, np.maximum(sizes - spans, spans), 0)
-        noise = _distribute(most_noise, plan.noise, spans)
-        excess = used - int(noise.sum()) + int(spans.sum()) - plan.encoder
+        sizes, min_spans, spans, noise = _divide_among_documents(boundaries, used, plan)
+        encoder_length = used - int(noise.sum()) + int(spans.sum())  # a sentinel takes the place of each span
+        excess = encoder_length - plan.encoder
         if excess <= 0:
             break
         used -= excess
         boundaries = boundaries[boundaries < used]
+
     is_masked = np.zeros(plan.tokens, dtype=np.bool_)
     is_span_start = np.zeros_like(is_masked)
     begin = 0
     for size, count, noise_tokens, is_end_masked in zip(sizes, spans, noise, min_spans, strict=True):
-        place = slice(begin, begin + size)
-        _mask_document(rng, is_masked[place], is_span_start[place], int(count), int(noise_tokens), bool(is_end_masked))
+        document = slice(begin, begin + size)
+        # The slices are views, so this writes into the masks of the window.
+        _mask_document(
+            rng, is_masked[document], is_span_start[document], int(count), int(noise_tokens), bool(is_end_masked)
+        )
         begin += size
     return is_masked, is_span_start, used
+
+
+def _divide_among_documents(boundaries: Ints, used: int, plan: SpanPlan) -> tuple[Ints, Ints, Ints, Ints]:
+    """Divide the spans and masked tokens of `plan` among the documents in the first `used` tokens of a window.
+
+    boundaries: positions of the last tokens of documents.
+    Returns for each document (tokens, smallest number of spans, spans, masked tokens). The smallest number of spans is
+    1, but 0 for a last document that continues beyond the used tokens, as no span need end there.
+    """
+    # Last tokens at 3 and 7 and 10 used tokens give the stops 4 8 10 and the sizes 4 4 2; the last document is cut.
+    stops = boundaries + 1
+    is_cut = not len(stops) or stops[-1] < used
+    if is_cut:
+        stops = np.append(stops, used)
+    sizes = np.diff(stops, prepend=0)
+    min_spans = np.ones_like(sizes)
+    if is_cut:
+        min_spans[-1] = 0
+
+    # Spans are divided in proportion to the size of a document. Each span needs two tokens, a masked one and an
+    # unmasked one before it.
+    wanted_spans = max(plan.spans, len(boundaries))
+    spans = _distribute(sizes // 2, min(wanted_spans, used), min_spans)
+    # Each span gets at least one masked token. A document with spans keeps an unmasked token for each, if it can.
+    most_noise = np.where(spans > 0, np.maximum(sizes - spans, spans), 0)
+    noise = _distribute(most_noise, plan.noise, spans)
+    return sizes, min_spans, spans, noise
 
 
 def _distribute(capacity: Ints, total: int, least: Ints) -> Ints:
