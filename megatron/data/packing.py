@@ -28,36 +28,40 @@ def assign_windows(lengths: Ints, capacity: int) -> Ints:
     assigned = 0  # records so far
 
     def keep_open(space: int, windows: list[int]) -> None:
-        """Record that `windows` have `space` free positions, if any."""
+        """Record that `windows` have `space` free positions. Full windows (0) take no further records."""
         if space and windows:
-            if not windows_by_space.get(space):
+            if not windows_by_space.get(space):  # no entry, or an empty list, whose key is not in `spaces`
                 bisect.insort(spaces, space)
             windows_by_space.setdefault(space, []).extend(windows)
 
+    # Records of equal length are placed together, the longest first.
     distinct_lengths, counts = np.unique(lengths, return_counts=True)
-    for length, count in zip(distinct_lengths[::-1].tolist(), counts[::-1].tolist(), strict=True):
-        while count:
+    for length, unplaced in zip(distinct_lengths[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        while unplaced:
             # Best fit: take the windows with the least space that is enough, or new ones if there are none.
             index = bisect.bisect_left(spaces, length)
-            space = spaces[index] if index < len(spaces) else capacity
+            has_open_window = index < len(spaces)
+            space = spaces[index] if has_open_window else capacity
             per_window = space // length  # each window takes as many records of this length as fit
-            needed = -(-count // per_window)  # rounded up
-            if index < len(spaces):
-                windows = windows_by_space[space][:needed]
+            needed = -(-unplaced // per_window)  # rounded up
+            if has_open_window:
+                windows = windows_by_space[space][:needed]  # maybe fewer; the next round places the other records
                 del windows_by_space[space][: len(windows)]
                 if not windows_by_space[space]:
                     del spaces[index]
             else:
                 windows = list(range(num_windows, num_windows + needed))
                 num_windows += needed
-            placed = min(count, per_window * len(windows))
+
+            # Five records of length 4 in the new windows 6, 7 and 8 of 10 positions: each window takes two records, so
+            # the records get the windows 6 6 7 7 8. Windows 6 and 7 keep 2 free positions, window 8 keeps 6.
+            placed = min(unplaced, per_window * len(windows))
             window_of[assigned : assigned + placed] = np.repeat(windows, per_window)[:placed]
-            # All windows but the last get `per_window` records; the last one may get fewer.
             in_last_window = placed - per_window * (len(windows) - 1)
             keep_open(space - per_window * length, windows[:-1])
             keep_open(space - in_last_window * length, windows[-1:])
             assigned += placed
-            count -= placed
+            unplaced -= placed
     return window_of
 
 
