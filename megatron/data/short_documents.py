@@ -43,13 +43,16 @@ def _unused_fraction(ends: NDArray[np.int64], plan: SpanPlan) -> float:
         return 0.0
     begins = np.arange(windows) * length
     # For each window, `first` is the index in `ends` of the first document end in the window. Every document end takes
-    # one span; `last` is the index of the document end that takes the last one. Text after this document is unused.
+    # one span; `last` is the index of the document end that takes the last one. Text after this document is unused, if
+    # a further document ends in the window. With windows of 6 tokens, 2 spans and ends at 2 4 5 11, window 0 has first
+    # 0 and last 1. The next end, 5, lies in it, so the window uses its 5 tokens up to the end at 4. Window 1 has first
+    # 3 and last 4, beyond the last end, so it uses all its tokens.
     first = ends.searchsorted(begins)
     last = first + max(plan.spans, plan.max_spans) - 1
-    last_end = len(ends) - 1
-    next_end = ends[np.minimum(last + 1, last_end)]
-    has_unused = (last < last_end) & (next_end < begins + length)
-    used_until = ends[np.minimum(last, last_end)] + 1
+    final = len(ends) - 1  # index of the last document end; `np.minimum` keeps the indices in the array
+    next_end = ends[np.minimum(last + 1, final)]
+    has_unused = (last < final) & (next_end < begins + length)
+    used_until = ends[np.minimum(last, final)] + 1
     used = np.where(has_unused, used_until - begins, length)
     return float(1 - used.sum() / (windows * length))
 
@@ -100,10 +103,12 @@ def fit_documents(
         max_ends = max(_max_ends_in_window(ends, tokens) for ends in ends_of_corpora)
         shorter = _plan_window(tokens, max_ends, density, mean_span)
         fits_decoder = not decoder or shorter.decoder <= decoder
-        fits = shorter.encoder <= plan.encoder and shorter.max_spans < sentinels and fits_decoder
-        if fits or tokens <= 2:
+        fits_lengths = shorter.encoder <= plan.encoder and fits_decoder
+        has_sentinels = shorter.max_spans < sentinels  # one for each span, and the closing sentinel
+        if tokens <= 2 or (fits_lengths and has_sentinels):
             break
         tokens -= max(tokens // 64, 1)
+
     still_unused = max(_unused_fraction(ends, shorter) for ends in ends_of_corpora)
     # The note names the mean of the corpus with the shortest documents.
     mean = min(float(np.mean(sizes)) for sizes in corpora)
