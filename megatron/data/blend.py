@@ -142,8 +142,10 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
             self._rare_blend = BlendedDataset(rare_datasets, rare_weights)
         self.quotas = block_quotas(common_weights)
         self.block_size = sum(self.quotas)
-        self._corpus_at = order_block(self.quotas)  # position in the block -> index in _common_indices
-        self._number_at = np.empty(self.block_size, dtype=np.int32)  # number of each sample of the block in its corpus
+        # Tables of a block by position: index of the corpus in _common_indices, and number of the sample among those of
+        # its corpus in the block. A block with the corpora 0 0 1 0 has the numbers 0 1 0 2.
+        self._corpus_at = order_block(self.quotas)
+        self._number_at = np.empty(self.block_size, dtype=np.int32)
         for i, quota in enumerate(self.quotas):
             self._number_at[self._corpus_at == i] = np.arange(quota)
 

@@ -64,12 +64,14 @@ class StagedDataset(Dataset[dict[str, Tensor]]):
         self._stages: list[_StageBlend] = []
         read_before = np.zeros(len(datasets), np.int64)
         for begin, weights in stages:
+            # Count what the previous stage reads from each of its corpora before this stage begins.
             if self._stages:
                 previous = self._stages[-1]
                 if begin <= previous.begin:
                     raise ValueError(f"a stage at sample {begin} follows a stage at sample {previous.begin}")
-                read_before = read_before.copy()
+                read_before = read_before.copy()  # the previous stage keeps its own array
                 read_before[previous.members] += previous.blend.consumed_per_corpus(begin - previous.begin)
+
             members = np.array(list(weights), np.int64)
             stage_datasets = [self.datasets[i] for i in members]
             blend = BlendedDataset(stage_datasets, list(weights.values()))
@@ -126,11 +128,16 @@ class StagedDataset(Dataset[dict[str, Tensor]]):
         return np.concatenate(ids)
 
     def _later_sample_ids(self, stage: _StageBlend, first: int, count: int) -> Ints:
+        """Return an id for each of `count` samples of a stage after the first one; `first` counts within the stage.
+
+        Unlike the ids of a blend, these do not depend on which other corpora the stage has.
+        """
         members, numbers = stage.blend.locate_all(first, count)
         ids = np.empty(count, np.int64)
         for member, corpus in enumerate(stage.members):
             positions = np.flatnonzero(members == member)
             if len(positions):
+                # The samples that a stage takes from one corpus are contiguous in the corpus: `sample_ids` gives all.
                 first_number = int(numbers[positions[0]]) + int(stage.read_before[corpus])
                 # Ids of different corpora must differ; the salt adds what the corpus contains to the sample hash.
                 corpus_ids = self.datasets[corpus].sample_ids(first_number, len(positions))
