@@ -143,16 +143,17 @@ class T5Dataset(T5Samples):
 
     def __getitem__(self, n: int) -> Sample:
         text, documents = self.window(int(n))
-        kept = len(text)
+        length = len(text)
         rng = np.random.Generator(np.random.Philox([*self.seed, int(n)]))
         if self.objective.name == "prefix-lm":
-            is_masked = np.arange(kept) >= kept - self.plan.noise
-            is_span_start = np.diff(is_masked, prepend=False)  # of masks, this is True where neighbours differ
+            # The one span is the end of the window. A mask 0 0 1 1 differs from its left neighbours at 0 0 1 0.
+            is_masked = np.arange(length) >= length - self.plan.noise
+            is_span_start = np.diff(is_masked, prepend=False)
         elif self.objective.convention == "t5":
             is_masked, is_span_start = draw_spans(rng, self.plan)
-        else:
-            is_masked, is_span_start, kept = draw_spans_to_document_ends(rng, self.plan, text == self.specials.eod)
-        return self._build_sample(text[:kept], documents[:kept], is_masked[:kept], is_span_start[:kept])
+        else:  # the sample may have fewer tokens than the window
+            is_masked, is_span_start, length = draw_spans_to_document_ends(rng, self.plan, text == self.specials.eod)
+        return self._build_sample(text[:length], documents[:length], is_masked[:length], is_span_start[:length])
 
     def _build_sample(self, text: Ids, documents: Ids, is_masked: Mask, is_span_start: Mask) -> Sample:
         """Return the sample for a text. The masks mark the tokens in spans and the first tokens of spans."""
@@ -211,12 +212,14 @@ def build_train_valid_test_datasets(
     """
     plan = objective.plan(enc_seq_length, dec_seq_length, len(specials.sentinels))
     corpora = {prefix: open_corpus(prefix, text_vocab_size) for prefix in prefixes_of(data_path)}
-    short_note = ""
+    length_notes = []
     if objective.convention == "cpm" and objective.name == "span-corruption":
         sizes = [indexed.document_sizes(range(indexed.num_documents)) for indexed in corpora.values()]
         share = objective.noise_density
         span = objective.mean_span_length
         plan, short_note = fit_documents(plan, sizes, share, span, dec_seq_length, len(specials.sentinels))
+        if short_note:
+            length_notes.append(short_note)
     note = f"a sample is {plan.tokens} tokens of text: {plan.encoder} in the encoder, {plan.decoder} in the decoder"
 
     def open_pair(prefix: str) -> tuple[int, Make]:
@@ -227,4 +230,4 @@ def build_train_valid_test_datasets(
         return indexed.num_documents, make
 
     datasets, notes = build_datasets(open_pair, data_path, split)
-    return datasets, [note, *([short_note] if short_note else []), *notes]
+    return datasets, [note, *length_notes, *notes]
