@@ -102,7 +102,7 @@ class MetricsWriter:
         # Line by line, as the file of a model with many experts may be larger than the memory.
         with (
             atomic_file(path) as temporary_path,
-            open(temporary_path, "x", encoding="utf-8") as kept,
+            open(temporary_path, "x", encoding="utf-8") as new_file,
             open(path, encoding="utf-8", errors="replace") as lines,
         ):
             for number, line in enumerate(lines, start=1):
@@ -111,14 +111,16 @@ class MetricsWriter:
                 except RowError as error:
                     tqdm.write(f"note: {path}, line {number} is invalid and is removed: {error}")
                     continue
-                # `row` is None for a line that a crash cut off. The row with which the previous start ended, of the
-                # split `end`, is dropped, as the run now continues.
-                if row is not None and row["iteration"] <= iteration and row.get("split") != "end":
-                    kept.write(line.rstrip("\n") + "\n")
-                    if row.get("split") != "train":  # `has_row` is asked only for results
-                        self._rows_at_start.add((str(row.get("split")), row["iteration"]))
-                    for sample in row.get("samples", ()):
-                        self._rows_at_start.add((f"samples/{sample['prompt']}", row["iteration"]))
+                if row is None or row["iteration"] > iteration:  # None: a crash has cut the line off
+                    continue
+                split = row.get("split")
+                if split == "end":  # the previous start wrote this row when it ended, but the run now continues
+                    continue
+                new_file.write(line.rstrip("\n") + "\n")
+                if split != "train":  # `has_row` is asked only for results
+                    self._rows_at_start.add((str(split), row["iteration"]))
+                for sample in row.get("samples", ()):
+                    self._rows_at_start.add((f"samples/{sample['prompt']}", row["iteration"]))
 
     def write(self, row: dict[str, Any]) -> None:
         """Append a row to metrics.jsonl; NaN and infinities become null.
