@@ -71,7 +71,8 @@ class SavedBuffers:
 
 def is_savable(buffer: Tensor) -> bool:
     """Return whether checkpoint files can store a buffer of this dtype."""
-    return (buffer.real.dtype if buffer.is_complex() else buffer.dtype) in DTYPE_CODES
+    real = buffer.real if buffer.is_complex() else buffer  # complex numbers are stored as pairs of real ones
+    return real.dtype in DTYPE_CODES
 
 
 def _unsavable_warnings(model: nn.Module) -> Iterator[str]:

@@ -15,7 +15,8 @@ _LATEST = re.compile(r"(?P<name>[^\n/]+)(\n(?P<sums>[0-9a-f]{64})?\n?)?")
 
 def is_checkpoint(path: Path) -> bool:
     """Return whether a folder is a checkpoint; in object storage, the index shows that the upload has finished."""
-    return path.name[5:].isdigit() and sums_file(path).is_file() and (path / INDEX).is_file()  # [5:]: without "iter_"
+    number = path.name[5:]  # without "iter_"
+    return number.isdigit() and sums_file(path).is_file() and (path / INDEX).is_file()
 
 
 def latest_name(folder: Path) -> str | None:

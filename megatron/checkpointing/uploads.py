@@ -85,8 +85,12 @@ def make_room(final: RemotePath) -> None:
     """
     folder = final.parent
     if latest_name(folder) == final.name:
-        others = [path for path in numbered_checkpoints(folder).values() if path != final and is_checkpoint(path)]
-        point_latest_to(others[-1] if others else _copy_as_old_save(final))
+        others = []  # in ascending order
+        for path in numbered_checkpoints(folder).values():
+            if path != final and is_checkpoint(path):
+                others.append(path)
+        successor = others[-1] if others else _copy_as_old_save(final)
+        point_latest_to(successor)
     delete_checkpoint(final)
 
 
