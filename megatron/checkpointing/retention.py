@@ -45,19 +45,23 @@ def _names_to_delete(
 ) -> list[str]:
     """Return the names of the checkpoints to delete; see `prune`."""
     latest = latest_name(folder)
-    numbered = _checkpoints_up_to(latest, folder)
-    paths = [folder / name for name in numbered]
+    iterations = _checkpoints_up_to(latest, folder)  # name -> iteration
+    paths = [folder / name for name in iterations]
     own_branch = [path.name for path in without_abandoned(paths, forks)]
     protected = {latest, *own_branch[-keep_last:]}
     if keep_every and save_interval:
         protected.update(_saved_at_multiples(own_branch, math.lcm(keep_every, save_interval)))
+
     to_delete = []
-    for name, number in numbered.items():
-        is_permanent = keep_every is not None and number % keep_every == 0
+    for name, iteration in iterations.items():
+        is_permanent = keep_every is not None and iteration % keep_every == 0
         if name in protected or is_permanent or is_foreign(folder / name):
             continue
         to_delete.append(name)
-    if to_delete:  # the search opens the files of checkpoints, so it is made only if needed
+
+    # A run must be able to resume even if the newest checkpoints are incomplete. The search for the newest complete one
+    # opens files, so it is made only if something is to be deleted.
+    if to_delete:
         newest_complete = _newest_complete(folder, own_branch)
         if newest_complete in to_delete:
             to_delete.remove(newest_complete)

@@ -22,21 +22,25 @@ def check_complete(
             raise CheckpointError(f"no rank has written {key!r}")
         if list(tensors[key]["shape"]) != list(shape):
             raise CheckpointError(f"{key!r} was written with shape {tensors[key]['shape']} instead of {list(shape)}")
-    shapes: dict[str, dict[str, list[int]]] = {}  # file -> key -> shape
+
+    shapes_of_files: dict[str, dict[str, list[int]]] = {}  # file -> key -> shape of its piece
     for key, entry in tensors.items():
         dim = entry["dim"]
+        # The pieces must follow each other along `dim`, as rows 0 to 4, 4 to 8 and 8 to 10 of [10, h] do.
         next_row = 0
         for piece in sorted(entry["pieces"], key=lambda piece: int(piece["begin"])):
             if piece["begin"] != next_row:  # rows are missing here, which the check after the loop reports
                 break
             next_row = piece["end"]
+
+            # The header of the file must list the piece with its shape, such as [4, h] for rows 4 to 8.
             name = piece["file"]
-            if name not in shapes:
-                shapes[name] = _read_shapes(folder / name)
-            shape = list(entry["shape"])
-            shape[dim] = piece["end"] - piece["begin"]
-            if shapes[name].get(key) != shape:
-                raise CheckpointError(f"{folder / name} does not hold {key!r} of shape {shape}")
+            if name not in shapes_of_files:
+                shapes_of_files[name] = _read_shapes(folder / name)
+            piece_shape = list(entry["shape"])
+            piece_shape[dim] = piece["end"] - piece["begin"]
+            if shapes_of_files[name].get(key) != piece_shape:
+                raise CheckpointError(f"{folder / name} does not hold {key!r} of shape {piece_shape}")
         if next_row != entry["shape"][dim]:
             raise CheckpointError(f"no rank has written rows {next_row} and later of {key!r}")
 
