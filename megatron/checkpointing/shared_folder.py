@@ -32,11 +32,11 @@ def check_shared(folder: Path, config: Config) -> None:
     saves = settings.save_interval or settings.save_at_end or settings.exit_interval
     probe = folder / broadcast_from_rank_0(f"{PROBE_PREFIX}{uuid.uuid4().hex}")
     write_error = broadcast_from_rank_0(_write_probe(probe) if is_rank_0() else None)
-    if write_error and not isinstance(folder, RemotePath):
+    if write_error and isinstance(folder, RemotePath):
+        raise RunError(write_error)
+    if write_error:
         print_notes([f"no test whether all nodes share {folder}: {write_error}"])
         return
-    if write_error:
-        raise RunError(write_error)
     # One rank of each host looks for the file, except on the host of rank 0.
     takes_part = os.environ.get("LOCAL_RANK", "0") == "0" and not is_rank_0()
     try:
