@@ -77,7 +77,8 @@ def renamed(word: str, change: Callable[[str], str]) -> str:
 def _split_words(word: str) -> list[str]:
     """Split a quoted list such as "0.7 a 0.3 b" into its words; return a prefix that contains spaces unchanged."""
     parts = word.split()
-    return parts if len(parts) > 1 and _is_number(parts[0]) else [word]
+    is_blend = len(parts) > 1 and _is_number(parts[0])
+    return parts if is_blend else [word]
 
 
 def _is_number(word: str) -> bool:

@@ -84,11 +84,13 @@ class CPMTripleDataset(T5Samples):
             offsets = self._document_part("target_offset", document).reshape(-1, 2)
             for token in self._document_part("context", document)[start:end].tolist():
                 span = None
-                if token >= self.first_id:  # sentinel first_id + j replaces span j
+                # Sentinel first_id + j replaces span j. With the offsets (0, 3) and (3, 2), span 1 is the target tokens
+                # 3 and 4.
+                if token >= self.first_id:
                     begin, length = offsets[token - self.first_id].tolist()
                     span = target_tokens[begin : begin + length]
-                    # The target repeats the sentinel before the tokens of the span.
-                    span = span[1:] if len(span) and span[0] >= self.first_id else span
+                    if len(span) and span[0] >= self.first_id:  # the target repeats the sentinel before the span
+                        span = span[1:]
                 yield number, token, span
 
     def __getitem__(self, n: int) -> dict[str, Tensor]:
@@ -100,9 +102,11 @@ class CPMTripleDataset(T5Samples):
         spans = 0
         for number, token, span in self._read_window(n):
             if span is not None:
-                # The decoder must hold the span and its sentinel, and the last sentinel is left for the end.
-                if len(decoder_tokens) + 1 + len(span) > self.plan.decoder or spans + 1 >= len(sentinels):
+                fits_decoder = len(decoder_tokens) + 1 + len(span) <= self.plan.decoder  # 1 for its sentinel
+                has_sentinel = spans + 1 < len(sentinels)  # one sentinel is left for the end
+                if not (fits_decoder and has_sentinel):
                     break
+                # The corpus numbers the spans of a document, a sample those of all its documents.
                 token = sentinels[spans]
                 decoder_tokens += [token, *span.tolist()]
                 decoder_owners += [number] * (1 + len(span))
@@ -112,7 +116,7 @@ class CPMTripleDataset(T5Samples):
         if not decoder_tokens:  # the window contains no span, so the decoder predicts the closing sentinel only
             decoder_tokens = [sentinels[0]]
             decoder_owners = [1]
-            spans = max(spans, 1)
+            spans = 1
         closed_targets = [*decoder_tokens, sentinels[spans]]
         # The labels are the decoder input, shifted by one token.
         arrays = (context, owners, closed_targets[:-1], closed_targets[1:], decoder_owners)

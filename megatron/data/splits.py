@@ -31,6 +31,7 @@ def split_documents(shares: Sequence[float], documents: int) -> list[range]:
     by_remainder = sorted(range(len(shares)), key=lambda i: (counts[i] - exact[i], i))
     for i in by_remainder[: documents - sum(counts)]:
         counts[i] += 1
+    # Each non-zero share without a document takes one from the largest range.
     for i, share in enumerate(shares):
         largest = counts.index(max(counts))
         if share and not counts[i] and counts[largest] > 1:
