@@ -58,8 +58,9 @@ class _NextLogits:
                 # The 0 is a placeholder for the next token: the logits of this target are those of the next token.
                 requests.append(Request([*context, 0], num_targets=1))
             micro_batches.append(self._scorer.micro_batch(requests))
-        module = self._engine.deepspeed.module
+
         # The forward pass calls the loss of the model, so a recorder takes its place for this pass.
+        module = self._engine.deepspeed.module
         loss = module.loss_fn
         recorder = _LogitsRecorder(loss)
         module.loss_fn = recorder
@@ -67,17 +68,19 @@ class _NextLogits:
             self._engine.forward(micro_batches)
         finally:
             module.loss_fn = loss
-        mesh = mpu.get_mesh()
+
         # All replicas and model-parallel ranks compute the same logits, so the first of each reports. With context
         # parallelism, each rank reports the texts whose last token is on this rank.
+        mesh = mpu.get_mesh()
         is_reporter = mesh.model.rank == 0 and mesh.share.rank == 0
-        logits: dict[int, Tensor] = {}
-        for rank_logits in gather_objects(recorder.target_logits if is_reporter else []):
-            for number, (rows, values) in enumerate(rank_logits):
+        reported = recorder.target_logits if is_reporter else []
+        logits_of_text: dict[int, Tensor] = {}
+        for rank_logits in gather_objects(reported):
+            for batch, (rows, values) in enumerate(rank_logits):
                 for row, value in zip(rows.tolist(), values, strict=True):
-                    # Texts fill the batches in order, so this is the number of the text.
-                    logits[number * self._batch_size + row] = value
-        return torch.stack([logits[i] for i in range(len(texts))])
+                    # Texts fill the micro-batches in order: with 4 texts each, row 1 of micro-batch 2 is text 9.
+                    logits_of_text[batch * self._batch_size + row] = value
+        return torch.stack([logits_of_text[i] for i in range(len(texts))])
 
 
 def continue_prompts(run: Run, prompts: Sequence[str], max_new_tokens: int, temperature: float) -> list[str]:

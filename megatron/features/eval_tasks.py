@@ -83,6 +83,8 @@ class RankScorer(LogLikelihoods):
             own_scores = self._score_on_rank(batches)
         except Exception as error:  # a failed evaluation does not end the run, whatever the error
             problem = one_line_error(error)
+
+        # All ranks learn of the failure of any rank, so that they leave together.
         gathered = gather_objects((own_scores, problem))
         for _, problem in gathered:
             if problem is None:
@@ -90,13 +92,16 @@ class RankScorer(LogLikelihoods):
             if is_rank_0():
                 raise ValueError(problem)
             return []
-        # Context-parallel ranks report sums over their own tokens of the same texts, so the reports are added.
+
+        # Entry 0 of dimension 1 has the losses, entry 1 the numbers of wrong tokens. Context-parallel ranks report sums
+        # over their own tokens of the same texts, so the reports are added.
         sums = torch.zeros(len(batches), 2, self._batch_size, dtype=torch.float64)
         for rank_scores, _ in gathered:
             for index, values in rank_scores.items():
                 # Higher numbers are the micro-batches of padding with which replicas run equally many.
                 if index < len(batches):
                     sums[index] += torch.tensor(values, dtype=torch.float64)
+
         # From [micro-batches, 2, b] to [2, requests]; the last micro-batch may have rows without a request.
         losses, wrong_tokens = sums.transpose(0, 1).flatten(1)[:, : len(requests)].tolist()
         scores = []

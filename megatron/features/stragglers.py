@@ -55,7 +55,7 @@ def find_straggler(seconds: float, iteration: float, device: torch.device) -> St
     own = torch.tensor([seconds, iteration, float(mesh.pipe.rank)], dtype=torch.float64, device=device)
     gathered = torch.empty(world * len(own), dtype=torch.float64, device=device)
     dist.all_gather_into_tensor(gathered, own)
-    times, iterations, stages = gathered.view(world, -1).t().tolist()
+    times, iterations, stages = gathered.view(world, -1).t().tolist()  # from [ranks, 3] to three lists with all ranks
     all_ranks = list(zip(times, map(int, stages), strict=True))
     return slowest_rank(all_ranks, max(iterations))
 
