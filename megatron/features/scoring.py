@@ -66,10 +66,11 @@ def windows(length: int, max_length: int, stride: int) -> Iterator[Window]:
         raise ValueError(f"--stride {stride} must be from 1 to {max_length - 1}, the context window in tokens")
     # With length 7, max_length 4, stride 2: tokens 0-3 score 1-3, then tokens 2-5 score 4-5, then 3-6 score 6.
     first = 1
+    end = min(max_length, length)
     while first < length:
-        end = min(first + stride if first > 1 else max_length, length)
         yield Window(max(end - max_length, 0), first, end)
         first = end
+        end = min(first + stride, length)
 
 
 @torch.no_grad()
