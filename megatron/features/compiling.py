@@ -55,7 +55,8 @@ def compile_layers(model: Any, config: Config, zero_stage: int = 0) -> None:
         return
     reason = reason_against(layers, config, zero_stage)
     if reason is not None:
-        print_rank_0(f"{'--compile has no effect' if requested else 'note: layers are not compiled'}: {reason}")
+        outcome = "--compile has no effect" if requested else "note: layers are not compiled"
+        print_rank_0(f"{outcome}: {reason}")
         return
     if requested is None:
         print_rank_0(

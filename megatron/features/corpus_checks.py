@@ -171,7 +171,8 @@ def _corpus_file(path: Path, checksums: dict[str, Any] | None) -> CorpusFile:
         from ..data.remote_tokens import version_folder
 
         cache = version_folder(path, path.stamp())
-    return CorpusFile(path, cache, blocks_of(path, checksums) if checksums else [])
+    blocks = blocks_of(path, checksums) if checksums else []
+    return CorpusFile(path, cache, blocks)
 
 
 def _files_of_rank(

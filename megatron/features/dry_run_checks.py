@@ -85,7 +85,8 @@ def check_run(task: Task, config: Config, ranks: int) -> None:
 
 def _check_start(start: Start, config: Config, run_dir: Path, tokenizer: Tokenizer) -> None:
     """Print from which checkpoint the run would start. Raises ValueError if the run would refuse to start from it."""
-    print_rank_0(f"checkpoint: {f'resumes from {start.path}' if start.path else 'none, starts from new weights'}")
+    source = f"resumes from {start.path}" if start.path else "none, starts from new weights"
+    print_rank_0(f"checkpoint: {source}")
     if start.path is not None:
         refuse_contradictions(CheckpointReader(start.path), config, tokenizer.fingerprint, start.wanted)
     iteration, _ = resumed_position(start)

@@ -143,7 +143,8 @@ class LayerLog(Feature):
             return
         dist.all_reduce(sums)
         self._logits = max_with_nan(self._logits)
-        self.metrics = self._compute_metrics(sums, math.inf if step.skipped else float(step.grad_norm))
+        norm = math.inf if step.skipped else float(step.grad_norm)
+        self.metrics = self._compute_metrics(sums, norm)
 
     def row(self, interval: Interval) -> dict[str, Any]:
         return {"layers": dict(self.metrics)} if self.metrics else {}
@@ -193,9 +194,9 @@ def _layer_of(name: str, layers: list[str]) -> str:
 
 def _index_of_ids(layer: Layer) -> int:
     """Return the index of the document ids of the layer's tokens among its inputs and among its outputs."""
-    # Layers of a T5 decoder also pass on what the encoder has computed.
     outputs = layer.outputs
-    if "encoded" in outputs:
+    if "encoded" in outputs:  # a layer of a T5 decoder, which also passes on what the encoder has computed
         return outputs.index("decoder_document_ids")
-    encodes = "encoder_document_ids" in outputs
-    return outputs.index("encoder_document_ids" if encodes else "document_ids")
+    if "encoder_document_ids" in outputs:
+        return outputs.index("encoder_document_ids")
+    return outputs.index("document_ids")

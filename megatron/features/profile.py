@@ -180,10 +180,14 @@ def _events(folder: Path, rank: timeline.RankTrace, origin: float) -> Iterator[d
 
 
 def _label_args(event: dict[str, Any], rank: int, pid: int) -> dict[str, Any]:
+    """Return the arguments of a metadata event of one rank, for a timeline with the processes of all ranks."""
     if event["name"] == "process_sort_index":
         return {"sort_index": pid}
+    args = dict(event["args"])
     # The name of a process gets the number of its rank, as all ranks have processes of the same names.
-    return {key: f"rank {rank}: {value}" if key == "name" else value for key, value in event["args"].items()}
+    if "name" in args:
+        args["name"] = f"rank {rank}: {args['name']}"
+    return args
 
 
 def _clock_shift(profiled: list[dict[str, Any]], rank: timeline.RankTrace) -> float:
