@@ -140,7 +140,9 @@ def eod_mismatch(metadata: Mapping[str, Any], tokenizer: Tokenizer, vocab_file: 
     """
     corpus_eod = metadata.get("eod")
     # Older corpora do not record their token, and without `append_eod` it does not occur.
-    if not isinstance(corpus_eod, int) or corpus_eod == tokenizer.eod or not metadata.get("append_eod", True):
+    if not isinstance(corpus_eod, int) or not metadata.get("append_eod", True):
+        return ""
+    if corpus_eod == tokenizer.eod:
         return ""
     names = {i: f" ({name})" for name, i in tokenizer.marks.items()}
     ours = f"{tokenizer.eod}{names.get(tokenizer.eod, '')}"

@@ -125,11 +125,12 @@ class HFTokenizer(Tokenizer):
         settings = read_tokenizer_config(path)
         adds_space = settings.get("add_prefix_space")
         # Other classes of transformers do not apply add_prefix_space to such a file.
-        is_llama = read_tokenizer_class(path) in LLAMA_CLASSES
-        if is_llama and adds_space is not None and bool(adds_space) != _prepends_space(self._tokenizer):
+        is_applied = adds_space is not None and read_tokenizer_class(path) in LLAMA_CLASSES
+        if is_applied and bool(adds_space) != _prepends_space(self._tokenizer):
+            prepended = "no space" if adds_space else "a space"
             return (
                 f"{path.with_name(SETTINGS)} sets add_prefix_space to {adds_space}, but {path.name} prepends "
-                f"{'no space' if adds_space else 'a space'} to a text; make the two files agree"
+                f"{prepended} to a text; make the two files agree"
             )
         if settings.get("add_bos_token") and not self.start:
             return (
@@ -355,7 +356,9 @@ def _without_prefix(tokenizer: Any, description: str, is_after_text: bool) -> An
 def find_merges(path: Path) -> Path:
     """Return the path of the merges file of a vocabulary: gpt2-merges.txt for gpt2-vocab.json, else merges.txt."""
     prefixed = path.with_name(path.name.replace("vocab.json", "merges.txt"))
-    return prefixed if prefixed != path and prefixed.is_file() else path.with_name("merges.txt")
+    if prefixed != path and prefixed.is_file():
+        return prefixed
+    return path.with_name("merges.txt")
 
 
 class Gpt2BpeTokenizer(HFTokenizer):

@@ -39,8 +39,10 @@ def load_tokenizer(vocab_file: str, kind: str = "auto") -> Tokenizer:
     name, _, segmenter = kind.partition("+")  # `cpm+rjieba` names the segmenter
     module, class_name = _CLASSES[name]
     tokenizer_class = getattr(import_module(f".{module}", __package__), class_name)
-    arguments = [segmenter or "jieba"] if module == "cpm" else []
-    return tokenizer_class(str(path), *arguments)  # type: ignore[no-any-return]
+    arguments = [str(path)]
+    if module == "cpm":
+        arguments.append(segmenter or "jieba")
+    return tokenizer_class(*arguments)  # type: ignore[no-any-return]
 
 
 def find_vocab_file(vocab_file: str) -> Path:
@@ -111,4 +113,5 @@ def _detect_kind(path: Path) -> str:
     # A tokenizer.json under another name has these keys; a CPM vocabulary maps tokens to ids.
     with open(path, "rb") as file:
         head = file.read(4096)
-    return "hf" if b'"model"' in head or b'"added_tokens"' in head else "cpm-vocab"
+    is_hf = b'"model"' in head or b'"added_tokens"' in head
+    return "hf" if is_hf else "cpm-vocab"

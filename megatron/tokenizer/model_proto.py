@@ -121,8 +121,10 @@ def _field_spans(message: bytes) -> Iterator[tuple[int, int, int, int]]:
         elif wire == BYTES:
             size, begin = _read_varint(message, begin)
             end = begin + size
-        elif wire in (FIXED64, FIXED32):
-            end = begin + (8 if wire == FIXED64 else 4)
+        elif wire == FIXED64:
+            end = begin + 8
+        elif wire == FIXED32:
+            end = begin + 4
         else:
             raise ValueError("unknown wire type")
         if end > len(message):

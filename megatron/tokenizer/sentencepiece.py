@@ -278,8 +278,10 @@ class SentencePieceTokenizer(Tokenizer):
             if part in symbols:
                 part_ids.append(np.array([symbols[part]], dtype=np.int32))
                 continue
+            # A text begins with a space. Only a legacy tokenizer also prepends one to the part after a symbol.
             is_inside = i > 0 and not legacy
-            model = self._no_prefix_model if is_inside or self._has_no_prefix(part) else self._sp
+            needs_no_prefix = is_inside or self._has_no_prefix(part)
+            model = self._no_prefix_model if needs_no_prefix else self._sp
             part_ids.append(model.encode(part, return_type="numpy"))
         return np.concatenate(part_ids)
 
@@ -294,6 +296,7 @@ class SentencePieceTokenizer(Tokenizer):
         return np.concatenate(part_ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        model = self._no_prefix_model if self.is_llama and not self._adds_prefix_space else self._sp
+        has_no_prefix = self.is_llama and not self._adds_prefix_space
+        model = self._no_prefix_model if has_no_prefix else self._sp
         size = self.vocab_size
         return model.decode([int(i) for i in ids if i != self.eod and i < size])  # type: ignore[no-any-return]
