@@ -149,9 +149,15 @@ class BatchSchedule:
 
 def parse_batch_schedule(text: str, sample_tokens: int) -> BatchSchedule:
     """Return the schedule in `text`, see `parse_entries`. sample_tokens: tokens of a sample, for starts in tokens."""
-    entries = parse_entries(text)
-    starts = [entry.start if entry.in_samples else entry.start // sample_tokens for entry in entries]
-    return BatchSchedule(tuple(starts), tuple(entry.size for entry in entries))
+    starts = []
+    sizes = []
+    for entry in parse_entries(text):
+        start = entry.start
+        if not entry.in_samples:
+            start //= sample_tokens
+        starts.append(start)
+        sizes.append(entry.size)
+    return BatchSchedule(tuple(starts), tuple(sizes))
 
 
 def schedule_in_samples(text: str, sample_tokens: int, consumed: Consumed) -> str:

@@ -69,6 +69,8 @@ class ExpertsConfig(Section):
             return
         words = self.moe_layer_frequency
         is_pattern = len(words) > 1  # one number for each layer
+        is_bad_pattern = is_pattern and not set(words) <= {"0", "1"}
+        is_all_zeros = not "".join(words).strip("0")  # no layer has experts
         yield from problems_where(
             (
                 self.experts_per_token > self.num_experts,
@@ -79,8 +81,7 @@ class ExpertsConfig(Section):
                 "--shared-expert-gate needs --num-shared-experts",
             ),
             (
-                # If all digits are zeros, no layer has experts.
-                (is_pattern and not set(words) <= {"0", "1"}) or not "".join(words).strip("0"),
+                is_bad_pattern or is_all_zeros,
                 f"--moe-layer-frequency {' '.join(words)} must be one number from 1, or a 0 or 1 for each layer; to "
                 "train without experts, leave --num-experts out",
             ),

@@ -94,7 +94,8 @@ class _WordsAction(argparse.Action):
         self.none_value = none_value
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        setattr(namespace, self.dest, self.none_value if values == ["none"] else values)
+        value = self.none_value if values == ["none"] else values
+        setattr(namespace, self.dest, value)
 
 
 def metavar(setting: "Field[Any]", kind: type) -> str:

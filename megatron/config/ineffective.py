@@ -50,8 +50,10 @@ def _no_use_of_held_out_data(config: Config, ranks: int, value: Any) -> bool:
 def _separate_corpora(config: Config, ranks: int, value: Any) -> bool:
     """Return whether no corpus is divided into training, validation and test documents."""
     d = config.data
-    staged = d.data_stages is not None and (d.valid_data_path is not None or d.test_data_path is not None)
-    return d.train_data_path is not None or staged
+    if d.train_data_path is not None:
+        return True
+    names_held_out = d.valid_data_path is not None or d.test_data_path is not None
+    return d.data_stages is not None and names_held_out
 
 
 def _scales_nothing(config: Config, ranks: int, value: Any) -> bool:
@@ -66,9 +68,11 @@ def _ignores_seq_length(config: Config, ranks: int, value: Any) -> bool:
     d = config.data
     if not config.is_t5 or d.enc_seq_length is None:
         return False
+    if m.position_embedding != "learned" or m.max_position_embeddings is not None:
+        return True
     # --seq-length still sets the number of learned positions if it is the longest length; see `Config.positions`.
     longest = max(d.enc_seq_length, d.dec_seq_length or 0)
-    return m.position_embedding != "learned" or m.max_position_embeddings is not None or d.seq_length <= longest
+    return d.seq_length <= longest
 
 
 def _computed_operations(config: Config) -> set[str]:

@@ -138,16 +138,23 @@ class ModelSizes:
         A model that does not divide scores by sqrt(d) multiplies the initial query weights instead (Raffel et al.
         2020).
         """
-        return 1.0 if self.scale_attention else 1 / math.sqrt(self.mup_base_kv_hidden_size or self.head_size)
+        if self.scale_attention:
+            return 1.0
+        return 1 / math.sqrt(self.mup_base_kv_hidden_size or self.head_size)
 
     @property
     def attention_scale(self) -> float:
-        """Factor of the attention scores."""
+        """Factor of the attention scores.
+
+        With muP, it falls as 1/d with the head size d: for a base of 64, heads of 256 have 1/8 * 64/256 = 1/32.
+        """
         base = self.mup_base_kv_hidden_size or self.head_size
-        return (1 / math.sqrt(base) if self.scale_attention else 1.0) * (base / self.head_size)
+        base_factor = 1 / math.sqrt(base) if self.scale_attention else 1.0
+        return base_factor * (base / self.head_size)
 
     @property
     def logits_scale(self) -> float:
         """Factor of the hidden states from which logits are computed."""
         base = self.mup_base_hidden_size or self.hidden_size
-        return (base**-0.5 if self.scale_tied_logits else 1.0) / self.width_factor
+        base_factor = base**-0.5 if self.scale_tied_logits else 1.0
+        return base_factor / self.width_factor

@@ -134,7 +134,11 @@ def _range_problems(flag: str, word: str) -> Iterator[str]:
 
 def range_problem(word: str) -> str | None:
     """Return None if `word` is a number `A` or a range `A-B` with A <= B, else an error text."""
+    problem = "must be a number or a range such as 10-12"
     first, dash, last = word.partition("-")
-    is_short = len(word) <= 40  # Python refuses to convert thousands of digits
-    is_valid = is_short and first.isdecimal() and (not dash or (last.isdecimal() and int(last) >= int(first)))
-    return None if is_valid else "must be a number or a range such as 10-12"
+    if len(word) > 40 or not first.isdecimal():  # Python refuses to convert thousands of digits
+        return problem
+    if not dash:
+        return None
+    is_ascending = last.isdecimal() and int(last) >= int(first)
+    return None if is_ascending else problem
