@@ -33,10 +33,14 @@ def current_device() -> torch.device:
 def supported_accelerator() -> str | None:
     """Return the kind of accelerator that this build of torch supports, None for a CPU-only build."""
     version = torch.version
-    if version.cuda or version.hip:
-        return f"CUDA {version.cuda}" if version.cuda else f"ROCm {version.hip}"
+    if version.cuda:
+        return f"CUDA {version.cuda}"
+    if version.hip:
+        return f"ROCm {version.hip}"
     accelerator = torch.accelerator.current_accelerator()
-    return accelerator.type if accelerator is not None and accelerator.type not in ("cpu", "mps") else None
+    if accelerator is None or accelerator.type in ("cpu", "mps"):
+        return None
+    return accelerator.type
 
 
 def default_backend(device: torch.device) -> str:
