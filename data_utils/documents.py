@@ -215,7 +215,7 @@ def _stream_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
     """Cut a file that can only be read sequentially into chunks that carry their bytes."""
     delimiter = _delimiter(source.path)
     unread = bytearray()  # bytes that no chunk has yet
-    searched = 0  # no further delimiter begins in this many bytes of `unread`
+    searched = 0  # the search for delimiters continues after this many bytes of `unread`
     line = 1
     start = 0
     skipping = False  # whether `unread` begins within an overlong document
@@ -225,8 +225,8 @@ def _stream_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
         bad: BadDocuments = ()
         cut = 0
         is_complete = bool(ends)  # whether the bytes before `cut` are whole documents
-        if ends and skipping:
-            cut = ends[0]  # the end of the overlong document
+        if ends and skipping:  # the overlong document ends; the next documents are cut in the next round
+            cut = ends[0]
             skipping = False
             is_complete = False
         elif ends:
@@ -239,6 +239,7 @@ def _stream_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
             skipping = True
         content = bytes(unread[:cut])
         del unread[:cut]
+        # White space at the end may be the first part of a delimiter, so it is searched again with the next block.
         searched = max(0, searched - cut)
         searched += len(unread[searched:].rstrip(_DELIMITER_BYTES))
         if content and is_complete:
@@ -255,7 +256,7 @@ def _stream_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
 
 def _record_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
     """Collect the records of a CSV, Parquet or JSON file into chunks, one record per line."""
-    held: list[bytes] = []
+    contents: list[bytes] = []
     lines: list[int] = []
     bad: list[tuple[int, BadLine]] = []
     start = length = 0
@@ -266,18 +267,18 @@ def _record_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
             raw = b""  # an empty line, at whose offset the error is found again
         else:
             line, raw = record
-        held.append(raw)
+        contents.append(raw)
         lines.append(line)
         length += len(raw) + 1  # with a line break
         if length >= size:
-            yield _chunk_of(source, start, held, lines, bad)
-            held = []
+            yield _chunk_of(source, start, contents, lines, bad)
+            contents = []
             lines = []
             bad = []
-            start = start + length
+            start += length
             length = 0
-    if held:
-        yield _chunk_of(source, start, held, lines, bad)
+    if contents:
+        yield _chunk_of(source, start, contents, lines, bad)
 
 
 def _chunk_of(
@@ -360,7 +361,6 @@ def _document_ranges(delimiter: re.Pattern[bytes], content: bytes) -> Iterator[t
 
 def _num_copies(chunk: Chunk, offset: int, seed: int, draw: Draw) -> int:
     """Return how often a document is read: FILE@2.5 gives each one twice, and half of them once more."""
-    # Weight 2.5 gives each document twice, and a random half of the documents once more.
     full_copies = int(chunk.source.weight)
     fraction = chunk.source.weight - full_copies
     is_drawn = fraction > 0 and draw(seed, chunk.source.number, chunk.start + offset) < fraction

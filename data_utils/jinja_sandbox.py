@@ -62,7 +62,7 @@ def check_operation(operator: str, left: Any, right: Any) -> None:
         bits = left.bit_length() * right if abs(left) > 1 else 0  # powers of 0 and 1 stay small
     if bits > MAX_BITS:
         raise TemplateLimitError(f"the chat template computes a number of {bits} bits, which is too large")
-    items = sum(sizes)
+    items = sum(sizes)  # of a string or list that + or % makes of both
     if operator == "*" and sizes and numbers:
         items = sizes[0] * numbers[0]
     if items > MAX_ITEMS:

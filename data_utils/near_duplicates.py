@@ -82,11 +82,11 @@ class BandTable:
         """Return the numbers of the texts that have one of `keys` [b], and how many texts each key has, [b]."""
         mask = len(self._keys) - 1  # the number of slots is a power of two
         slots = first_slots(keys, len(self._keys))
-        active = np.arange(len(keys))
+        active = np.arange(len(keys))  # indices of the keys whose search continues
         counts = np.zeros(len(keys), dtype=np.int64)
         found = []
         while len(active):
-            # A key is done at an empty slot; the others look at the next slot.
+            # Linear probing: a key is done at an empty slot; the others look at the next slot, after the last at 0.
             active = active[self._texts[slots[active]] != EMPTY]
             probed = slots[active]
             equal = self._keys[probed] == keys[active]
@@ -115,17 +115,19 @@ class BandTable:
         """Put pairs of keys and texts, [n] each, into empty slots."""
         mask = len(self._keys) - 1  # the number of slots is a power of two
         slots = first_slots(keys, len(self._keys))
-        waiting = np.arange(len(keys))
+        waiting = np.arange(len(keys))  # indices of the pairs without a slot
         while len(waiting):
-            # The first of several pairs that want the same empty slot gets it.
+            # The first of several pairs that want the same empty slot gets it. If the pairs 4 5 6 want the slots 9 2 9,
+            # `wanted` is 2 9 and `first` 1 0: pair 5 gets slot 2 and pair 4 slot 9 if they are empty. Pair 6 then
+            # tries slot 10.
             wanted, first = np.unique(slots[waiting], return_index=True)
-            free = self._texts[wanted] == EMPTY
-            placed = waiting[first[free]]
+            is_free = self._texts[wanted] == EMPTY
+            placed = waiting[first[is_free]]
             self._texts[slots[placed]] = texts[placed]
             self._keys[slots[placed]] = keys[placed]
-            left = np.ones(len(waiting), dtype=bool)
-            left[first[free]] = False
-            waiting = waiting[left]
+            is_unplaced = np.ones(len(waiting), dtype=bool)
+            is_unplaced[first[is_free]] = False
+            waiting = waiting[is_unplaced]
             slots[waiting] = (slots[waiting] + 1) & mask
 
 

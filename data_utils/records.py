@@ -260,19 +260,21 @@ class _JsonArray:
                     yield BadLine(self._path, self._line, "text after the end of the array is skipped")
                 return
             end, error, may_continue = self._parse()
-            # Whether the rest of the window is already longer than an item may be.
-            exceeds_limit = len(self._window) - self._position > self._largest
-            # The item may be cut off at the end of the window: add a block, and parse the item again.
-            if may_continue and not exceeds_limit and self._read_block():
+
+            # The item may be cut off at the end of the window: add a block, and parse the item again, unless the part
+            # in the window is already longer than an item may be.
+            is_endless = may_continue and len(self._window) - self._position > self._largest
+            if may_continue and not is_endless and self._read_block():
                 continue
+
             if error or end - self._position > self._largest:
-                is_too_long = may_continue and exceeds_limit
                 reason = f"the record is not JSON ({error})"
-                if is_too_long or not error:
+                if is_endless or not error:  # too long, whether its end is in the window or not
                     reason = overlong_message(self._largest, "the } of its object")
                 yield BadLine(self._path, self._line, reason)
-                self._skip_item(bounded=not is_too_long)
+                self._skip_item(bounded=not is_endless)
                 continue
+
             # JSON allows line breaks only between tokens, where a space is equivalent.
             raw = self._window[self._position : end].replace("\r", " ").replace("\n", " ")
             yield self._line, raw.encode("utf-8", "surrogateescape")
@@ -343,17 +345,23 @@ class _ItemScanner:
         self._lines = 0
 
     def end(self, text: str, start: int) -> int | None:
-        """Search `text` from `start`; return the position after the item, or None if it continues after `text`."""
+        """Search `text` from `start`; return the position after the item, or None if it continues after `text`.
+
+        In `{"a": [1]}, 2`, the depth is 1 2 1 0 after the brackets, so the item ends with the last one. An item without
+        brackets ends at a comma or ] of depth 0, which belongs to the array.
+        """
         for mark in _STRUCTURE.finditer(text, start):
             char = mark[0]
             if char == "\n":
-                if self._quoted and not self._lines:  # JSON strings have no line breaks: the closing quote is missing
+                # JSON strings have no line breaks, so the closing quote is missing. An item of several lines is searched
+                # on as if the quote were there, because its brackets show where it ends.
+                if self._quoted and not self._lines:
                     return mark.start()
                 self._quoted = False
                 self._lines += 1
             elif char == '"':
                 self._quoted = not self._quoted
-            elif not self._quoted and char in _DEPTH_CHANGE:
+            elif not self._quoted and char in _DEPTH_CHANGE:  # not a bracket in a string, nor an escape
                 if self._depth == 0 and char in "],":
                     return mark.start()
                 self._depth += _DEPTH_CHANGE[char]

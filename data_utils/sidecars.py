@@ -44,11 +44,11 @@ def check_output(prefix: str, sources: Sequence[str] = (), endings: Iterable[str
     sources: prefixes of the corpora from which it is made. endings: of the pairs of the new corpus.
     """
     names = [prefix + ending for ending in endings]
-    given = []
+    source_paths = []
     for source in sources:
-        given += [to_path(pair).resolve() for pair in pair_prefixes(source)]
+        source_paths += [to_path(pair).resolve() for pair in pair_prefixes(source)]
     for name in names:
-        if Path(name).resolve() in given:
+        if Path(name).resolve() in source_paths:
             raise ValueError(f"{name} is one of the given pairs; choose another --output")
     # A masked corpus for T5 and an ordinary one of the same prefix would have the same sidecar.
     for other in (prefix, f"{prefix}_context"):
