@@ -35,34 +35,39 @@ class Beam:
         totals = self.totals.unsqueeze(1) + scores
         # Each beam ends in one candidate for each end token, so of this many candidates, enough do not end.
         num_candidates = min((1 + len(self.end_ids)) * self.num_beams, totals.numel())
-        best_scores, flat_indices = totals.flatten().topk(num_candidates)
-        kept_totals: list[float] = []
-        kept_parents: list[int] = []
-        kept_tokens: list[int] = []
-        for rank, (score, flat_index) in enumerate(zip(best_scores.tolist(), flat_indices.tolist(), strict=True)):
+        best_totals, flat_indices = totals.flatten().topk(num_candidates)
+
+        # The best candidates that do not end are the new beams. One that ends is finished if it is among the best
+        # `num_beams` of all.
+        new_totals: list[float] = []
+        parents: list[int] = []
+        new_tokens: list[int] = []
+        sequences: list[list[int]] = []
+        for rank, (total, flat_index) in enumerate(zip(best_totals.tolist(), flat_indices.tolist(), strict=True)):
+            # With v = 100, the flat index 205 is beam 2 followed by token 5.
             parent, token = divmod(flat_index, scores.shape[1])
+            sequence = [*self.sequences[parent], token]
             if token in self.end_ids:
                 if rank < self.num_beams:
-                    self.finished.append((score / length, [*self.sequences[parent], token]))
-            elif len(kept_tokens) < self.num_beams:
-                kept_totals.append(score)
-                kept_parents.append(parent)
-                kept_tokens.append(token)
+                    self.finished.append((total / length, sequence))
+            elif len(sequences) < self.num_beams:
+                new_totals.append(total)
+                parents.append(parent)
+                new_tokens.append(token)
+                sequences.append(sequence)
         self.finished = sorted(self.finished, reverse=True)[: self.num_beams]
-        self.totals = torch.tensor(kept_totals)
-        self.parents = torch.tensor(kept_parents)
-        self.new_tokens = torch.tensor(kept_tokens)
-        sequences = []
-        for parent, token in zip(kept_parents, kept_tokens, strict=True):
-            sequences.append([*self.sequences[parent], token])
+        self.totals = torch.tensor(new_totals)
+        self.parents = torch.tensor(parents)
+        self.new_tokens = torch.tensor(new_tokens)
         self.sequences = sequences
+
         # Even the worst of enough finished texts scores at least as high as the best unfinished one at this length.
-        cannot_improve = len(self.finished) == self.num_beams and self.finished[-1][0] >= kept_totals[0] / length
+        cannot_improve = len(self.finished) == self.num_beams and self.finished[-1][0] >= new_totals[0] / length
         if length == self.max_new_tokens or cannot_improve:
             self.is_over = True
             self.unfinished = []
-            for score, sequence in zip(kept_totals, sequences, strict=True):
-                self.unfinished.append((score / length, sequence))
+            for total, sequence in zip(new_totals, sequences, strict=True):
+                self.unfinished.append((total / length, sequence))
             # While searches for other prompts continue, the model still computes this search's rows. They are ignored.
             self.parents = torch.arange(self.num_beams)
             self.new_tokens = torch.zeros_like(self.new_tokens)

@@ -273,9 +273,10 @@ class T5Stepper(_Stepper):
 
 def _as_prompt_list(prompt: Prompts) -> list[Ids]:
     """Return one or more prompts as a list. Raises ValueError unless they have equal length."""
-    # If no row is left, the prompt is a single list of ids.
-    rows = [list(row) for row in prompt if not isinstance(row, int)] or [[i for i in prompt if isinstance(i, int)]]
-    if len({len(row) for row in rows}) > 1:
+    rows = [list(row) for row in prompt if not isinstance(row, int)]
+    if not rows:  # the prompt is a single list of ids
+        rows = [[id_ for id_ in prompt if isinstance(id_, int)]]
+    if len(set(map(len, rows))) > 1:
         raise ValueError(f"prompts of one batch must have equal length, not {[len(row) for row in rows]} tokens")
     return rows
 
@@ -295,12 +296,7 @@ def _empty_caches(model: GPT2Model | T5Model) -> dict[str, Caches]:
 
 
 def _run_layers(
-    model: GPT2Model | T5Model,
-    inputs: Tensors,
-    caches: dict[str, Caches],
-    seen: int,
-    begin: int,
-    end: int,
+    model: GPT2Model | T5Model, inputs: Tensors, caches: dict[str, Caches], seen: int, begin: int, end: int
 ) -> Tensors:
     """Run the layers `begin` to `end` on this rank, with their caches, on tokens that follow `seen` tokens."""
     for layer, call in model.steps[begin:end]:
@@ -315,7 +311,8 @@ def _run_layers(
 
 def _last_logits(model: GPT2Model | T5Model, logits: Any) -> Tensor:
     """Gather logits [s, b, v/t] over the ranks; return the last token's logits without vocabulary padding, [b, v]."""
-    return mpu.gather_from_model_parallel_region(mpu.whole_logits(logits)[-1])[..., : model.vocab_size]
+    last = mpu.whole_logits(logits)[-1]
+    return mpu.gather_from_model_parallel_region(last)[..., : model.vocab_size]
 
 
 @torch.no_grad()
@@ -385,12 +382,14 @@ def beam_searches(stepper: Stepper, num_beams: int, max_new_tokens: int, end_id:
     num_prompts = logits.shape[0] // num_beams
     searches = [Beam(num_beams, max_new_tokens, end_id) for _ in range(num_prompts)]
     while not all(search.is_over for search in searches):
+        # From [prompts * beams, v] to a tensor [beams, v] for each prompt.
         by_prompt = logits.float().cpu().log_softmax(-1).chunk(num_prompts)
         parents = []
         new_tokens = []
         for prompt, (search, scores) in enumerate(zip(searches, by_prompt, strict=True)):
             if not search.is_over:
                 search.step(scores)
+            # With 3 beams, beam 2 of prompt 1 is row 5 of the logits.
             parents.append(search.parents + prompt * num_beams)
             new_tokens.append(search.new_tokens)
         if not all(search.is_over for search in searches):
