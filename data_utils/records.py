@@ -353,8 +353,8 @@ class _ItemScanner:
         for mark in _STRUCTURE.finditer(text, start):
             char = mark[0]
             if char == "\n":
-                # JSON strings have no line breaks, so the closing quote is missing. An item of several lines is searched
-                # on as if the quote were there, because its brackets show where it ends.
+                # JSON strings have no line breaks, so the closing quote is missing. In an item of several lines, the
+                # search continues as if the quote were there, because brackets show where the item ends.
                 if self._quoted and not self._lines:
                     return mark.start()
                 self._quoted = False

@@ -133,8 +133,10 @@ def is_disabled(key: str, value: Any) -> bool:
     """Return whether the value disables the key's feature: it is null, false, zero, empty, or a factor of 1."""
     if key == "layer_types":
         return isinstance(value, list) and set(value) <= {"full_attention"}
-    # True equals 1, but a switch that is on does not disable anything.
-    return not value or (NEUTRAL_AT_1.search(key) is not None and value in (1, 1.0) and value is not True)
+    if not value:
+        return True
+    is_one = value == 1 and value is not True  # True equals 1, but a switch that is on does not disable anything
+    return is_one and NEUTRAL_AT_1.search(key) is not None
 
 
 def has_no_effect(key: str) -> bool:

@@ -135,11 +135,8 @@ def _sliding_window(values: Values, where: Path) -> int | None:
     layer_types = values.get("layer_types")
     if layer_types is None:
         layer_types = _default_layer_types(values, window, where)
-    if (
-        len(layer_types) != num_layers
-        or len(set(layer_types)) != 1
-        or layer_types[0] not in ("full_attention", "sliding_attention")
-    ):
+    are_uniform = len(layer_types) == num_layers and len(set(layer_types)) == 1
+    if not are_uniform or layer_types[0] not in ("full_attention", "sliding_attention"):
         raise ValueError(
             f"{where}: layer_types (or max_window_layers {values.get('max_window_layers')}) must give all {num_layers} "
             f"layers the same attention, full_attention or sliding_attention; other models cannot be converted"
@@ -147,7 +144,9 @@ def _sliding_window(values: Values, where: Path) -> int | None:
     is_sliding = layer_types[0] == "sliding_attention"
     # Mistral has no key that disables its window.
     expects_window = window is not None and "use_sliding_window" not in values
-    if (is_sliding and window is None) or (not is_sliding and expects_window):
+    lacks_window = is_sliding and window is None
+    has_unused_window = not is_sliding and expects_window
+    if lacks_window or has_unused_window:
         raise ValueError(f"{where}: all layer_types are {layer_types[0]}, but sliding_window is {window}")
     return window if is_sliding else None
 

@@ -73,15 +73,17 @@ class Examination:
     @property
     def ranks(self) -> int:
         """Number of ranks in the run: the known number, else that of one model replica."""
-        return self._known_ranks or (self.config.parallel.fewest_ranks if self.config else 1)
+        if self._known_ranks or not self.config:
+            return self._known_ranks or 1
+        return self.config.parallel.fewest_ranks
 
     @property
     def _known_ranks(self) -> int:
         """Number of ranks: --ranks, else the hostfile's slots, else WORLD_SIZE, else 0."""
         slots = sum(host.slots for host in self.hosts)
         world = os.environ.get("WORLD_SIZE", "")
-        # The first of these numbers that is given and not 0.
-        return int(self.args.ranks or slots or (world.isdecimal() and int(world)))
+        world_size = int(world) if world.isdecimal() else 0
+        return int(self.args.ranks or slots or world_size)
 
     @property
     def cluster(self) -> "Cluster | None":

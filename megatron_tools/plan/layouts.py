@@ -208,9 +208,11 @@ def candidates(request: SearchRequest) -> Iterator[Config]:
 
 
 def _batch_sizes(request: SearchRequest, replicas: int) -> Iterator[Batch]:
+    """Yield the batches to try with this number of replicas, without those whose sizes are no whole numbers."""
     micros: Sequence[int | None] = [request.micro]
     # If the global batch and gas are given, the micro-batch follows from them; else several sizes are tried.
-    if request.micro is None and (request.gas is None or request.total is None):
+    follows = request.gas is not None and request.total is not None
+    if request.micro is None and not follows:
         micros = MICRO_BATCHES
     for micro in micros:
         with suppress(ValueError):

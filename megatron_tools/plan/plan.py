@@ -119,7 +119,9 @@ def main(args: argparse.Namespace) -> None:
         f"of the stage that needs the most, in GB, and TFLOP/s per device including recomputation"
     )
     print("\n".join(layout_table(layouts[: args.top], args.tokens)))
-    layout = _layout_in_row(layouts, args.layout)
+    if not 1 <= args.layout <= len(layouts):
+        raise ValueError(f"--layout {args.layout} must be a row of the table, 1 to {len(layouts)}")
+    layout = layouts[args.layout - 1]
     if args.explain:
         print(f"\nlayout {args.layout}: {layout.name}")
         print("\n".join(explain_layout(layout, cluster, args.tokens)))
@@ -155,12 +157,6 @@ def _check_nodes(devices: int, cluster: Cluster) -> None:
             f"--devices {devices} is not a multiple of the {each} devices of a node of {cluster.name}: use {fewer} or "
             f"{fewer + each}, or a cluster file with another devices_per_node"
         )
-
-
-def _layout_in_row(layouts: list[Layout], row: int) -> Layout:
-    if not 1 <= row <= len(layouts):
-        raise ValueError(f"--layout {row} must be a row of the table, 1 to {len(layouts)}")
-    return layouts[row - 1]
 
 
 def draw_memory(layout: Layout, cluster: Cluster, path: str) -> None:

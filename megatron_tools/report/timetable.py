@@ -115,7 +115,9 @@ def read_timetable(run_dir: Path) -> Timetable | None:
     folder = run_dir / timeline.FOLDER
     try:
         ranks = timeline.read(folder)
-        return timetable_of(ranks) if ranks[0].metadata["pipeline"] and ranks[0].metadata["stages"] > 1 else None
+        metadata = ranks[0].metadata
+        has_stages = metadata["pipeline"] and metadata["stages"] > 1
+        return timetable_of(ranks) if has_stages else None
     except (OSError, ValueError, KeyError):
         return None
 

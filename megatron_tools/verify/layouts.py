@@ -36,8 +36,11 @@ class Layout:
 
     def __str__(self) -> str:
         default = Layout()
-        parts = ["sp" if name == "sp" else f"{name} {getattr(self, name)}"
-                for name in LAYOUT_KEYS if getattr(self, name) != getattr(default, name)]  # fmt: skip
+        parts = []
+        for name in LAYOUT_KEYS:
+            value = getattr(self, name)
+            if value != getattr(default, name):
+                parts.append("sp" if name == "sp" else f"{name} {value}")
         return ", ".join(parts) or "one process"
 
     def flags(self, micros: int) -> list[str]:

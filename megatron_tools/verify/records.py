@@ -200,7 +200,8 @@ def _join_shards(parts: Sequence[tuple[Any, Tensor]]) -> list[Tensor]:
 def join_outputs(parts: Sequence[Tensor], expected: Tensor) -> list[Tensor] | None:
     """Join `parts`, one output on the model-parallel ranks, to tensors with the shape of `expected`, the whole output.
 
-    Shards are concatenated to one tensor, and padding at its end is cut off. If the ranks hold copies, all copies are
+    Shards are concatenated to one tensor, and padding at its end is cut off: parts [4, 3] and [4, 3] of [4, 5] differ
+    from it in dimension 1, are joined to [4, 6] and lose the last column. If the ranks hold copies, all copies are
     returned. Returns None if the parts are neither copies nor shards.
     """
     differing_dims = set[int]()
@@ -223,6 +224,5 @@ def join_outputs(parts: Sequence[Tensor], expected: Tensor) -> list[Tensor] | No
 
 def is_exact_split(parts: Sequence[Tensor], expected: Tensor) -> bool:
     """Return whether `join_outputs` joins these parts without cutting off padding."""
-    return (
-        all(part.shape == expected.shape for part in parts) or sum(part.numel() for part in parts) == expected.numel()
-    )
+    are_copies = all(part.shape == expected.shape for part in parts)
+    return are_copies or sum(part.numel() for part in parts) == expected.numel()
