@@ -156,15 +156,15 @@ class RankFiles:
 
         The sources are the files, else --checkpoint-version, else tensor names that tell which program wrote the files.
         """
-        recorded = None
+        versions = []
         for header in headers:
             version = header.get("checkpoint_version")
-            if version is None:
-                continue
-            recorded = version if recorded is None else recorded
-            if recorded not in (0, 1, 2, 3) or version != recorded:
+            if version is not None:
+                versions.append(version)
+        if versions:
+            recorded = versions[0]
+            if recorded not in (0, 1, 2, 3) or any(version != recorded for version in versions):
                 raise ValueError(f"{self.folder}: checkpoint version {recorded} is unknown or differs between files")
-        if recorded is not None:
             if given_version is not None and given_version != recorded:
                 raise ValueError(
                     f"{self.folder} has checkpoint version {recorded:g}, but --checkpoint-version is {given_version}"
