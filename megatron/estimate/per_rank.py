@@ -80,9 +80,9 @@ def _state_bytes_of(count: Count, replicas: int, config: Config, resolved: Resol
     fp32_width = max(weight_width, 4)
     zero = resolved.zero_stage
     elements = count.held
-    adam_elements = elements - (count.hidden if config.optim.optimizer == "muon" else 0)
-    saved = len(config.optim.rounded_moments) * adam_elements * (fp32_width - 2)  # bf16 has 2 bytes
-    moments = float(moment_elements(count, config) * fp32_width - saved)
+    adam_elements = elements - count.hidden if config.optim.optimizer == "muon" else elements
+    saved_bytes = len(config.optim.rounded_moments) * adam_elements * (fp32_width - 2)  # bf16 has 2 bytes
+    moments = float(moment_elements(count, config) * fp32_width - saved_bytes)
     share = elements / replicas
     if zero == 0:
         return elements * weight_width, elements * weight_width, moments
@@ -187,11 +187,13 @@ class _StepMemory:
         deferred_in_flight, num_deferred = peak_in_flight(BackwardInput, schedule) if stage.number else (0, 0)
         self.deferred_activations = deferred_in_flight * micro_batch_bytes + num_deferred * deferred_grads
         self.communication = _communication(stage, config, resolved, replicas, self.shapes, num_in_flight)
-        passes = in_flight(schedule, chunk=p.chunks - 1)  # of the last chunk, which has the head
         self.has_head = self.layers[-1].name == "head"
-        self.logits, self.loss_temporaries = logits_bytes(self.shapes) if self.has_head else (0.0, 0.0)
-        # The passes before the last one wait for their backward passes. Logits in chunks have left only gradients.
-        self.pending_logits = (passes - 1) * (chunked_loss_kept(self.shapes) or self.logits) if self.has_head else 0.0
+        self.logits = self.loss_temporaries = self.pending_logits = 0.0
+        if self.has_head:
+            self.logits, self.loss_temporaries = logits_bytes(self.shapes)
+            # The passes before the last one wait for their backward passes. Logits in chunks have left only gradients.
+            num_waiting = in_flight(schedule, chunk=p.chunks - 1) - 1  # of the last chunk, which has the head
+            self.pending_logits = num_waiting * (chunked_loss_kept(self.shapes) or self.logits)
 
     def _memory(
         self, gradients: float, communication: float, kept: float = 0.0, logits: float = 0.0, working: float = 0.0
@@ -281,15 +283,14 @@ class _StepMemory:
 
     def step(self) -> Memory:
         """Return the memory while the optimizer steps."""
-        count = self.trained
         buffers = 0.0
-        for part, replicas in count.by_replicas(self.replicas, self.config.parallel.expert_parallel_size):
+        for part, replicas in self.trained.by_replicas(self.replicas, self.config.parallel.expert_parallel_size):
             buffers += _copied_in_step(part.held, replicas, self.resolved, self.shapes)
         if self.config.optim.optimizer == "sgd":  # torch's SGD adds the weight decay to a copy of the gradients
             buffers = self._with_decay(buffers)
         if self.config.optim.optimizer == "muon":
             shares = self.replicas if self.resolved.zero_stage else 1
-            buffers += _updates_of_muon(count, shares, self.shapes)
+            buffers += _updates_of_muon(self.trained, shares, self.shapes)
         communication = self.communication
         if self.resolved.zero_stage == 2:
             communication -= _all_bucket_bytes(self.config, self.resolved, self.shapes)  # freed before the step
@@ -395,6 +396,5 @@ def rank_memory(
     config: Config, resolved: Resolved, world: int, accelerated: bool, stages: Sequence[Stage]
 ) -> list[Memory]:
     """Return the peak memory of a rank of each stage, in the order of stages."""
-    p = config.parallel
-    replicas = p.data_parallel_size(world) * p.context_parallel_size
+    replicas = config.parallel.data_parallel_size(world) * config.parallel.context_parallel_size
     return [stage_memory(stage, config, resolved, replicas, accelerated) for stage in stages]
