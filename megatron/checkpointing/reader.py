@@ -94,6 +94,7 @@ class CheckpointReader:
             piece_begin = piece["begin"]
             first = max(begin, piece_begin)
             last = min(end, piece["end"])
+            # Of rows 6 to 10, a piece with rows 4 to 8 has rows 6 to 8, which are its rows 2 to 4.
             if first < last:
                 rows = slice(first - piece_begin, last - piece_begin)
                 # For dimension 2, the index is [:, :, rows].

@@ -48,10 +48,12 @@ class BitsPerByte(Feature):
         from ..training.remote_datasets import stage_begins
 
         stages = stage_begins(self._run.datasets[0]) if part == "train" else ()
+        begins = stages or [0]  # without stages, all samples are counted together
         samples = self._samples
         known: dict[str, float] = {}
         total = 0.0
-        for begin, end in pairwise([*(stages or [0]), sys.maxsize]):
+        for begin, end in pairwise([*begins, sys.maxsize]):
+            # Of the row's samples 80 to 119, a stage of samples 0 to 99 has 20, and the next stage has 20.
             count = min(end, samples.stop) - max(begin, samples.start)
             if stages and count <= 0:
                 continue

@@ -193,11 +193,12 @@ def _copy_to_host(steps: list[tuple[Tensor | float, Tensor | float]]) -> list[tu
     """Return (loss, gradient norm) of each step as numbers; all tensors are copied from the device at once."""
     values = list(itertools.chain(*steps))  # loss, norm, loss, norm, ...
     tensors = [value.double() for value in values if isinstance(value, Tensor)]
-    copied = iter(torch.stack(tensors).tolist() if tensors else [])
+    copies = torch.stack(tensors).tolist() if tensors else []
+    next_copy = iter(copies)
     numbers = []
     for value in values:  # the next copied number takes the place of each tensor
-        numbers.append(next(copied) if isinstance(value, Tensor) else value)
-    return list(zip(numbers[::2], numbers[1::2], strict=True))
+        numbers.append(next(next_copy) if isinstance(value, Tensor) else value)
+    return list(zip(numbers[::2], numbers[1::2], strict=True))  # pairs of a loss and the norm after it
 
 
 class ReplicaChecks(Feature):
