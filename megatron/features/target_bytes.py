@@ -121,18 +121,20 @@ def bytes_of_targets(sample: Mapping[str, Any], tokenizer: Tokenizer, eod_mask_l
         is_target = torch.as_tensor(sample["loss_mask"]) > 0
         ids = torch.as_tensor(sample["labels"])[is_target].tolist()
         return _text_bytes(ids, tokenizer), len(ids)
-    if "text" in sample:
-        text = torch.as_tensor(sample["text"])
-        is_target = torch.ones(len(text), dtype=torch.bool)
-        if eod_mask_loss:
-            is_target[1:] = text[:-1] != tokenizer.eod
-        if "prefixes" in sample:
-            in_prefix = torch.as_tensor(sample["prefixes"]).bool()  # of each token but the last
-            is_target[1:-1] &= ~(in_prefix[:-1] & in_prefix[1:])  # the first token of a prefix is a target
-        # The first token is decoded, too, as some tokenizers drop a space in front of a text.
-        ids = text[is_target].tolist()
-        return _text_bytes(ids, tokenizer) - _text_bytes(ids[:1], tokenizer), len(ids) - 1
-    return 0, 0
+    if "text" not in sample:
+        return 0, 0
+    text = torch.as_tensor(sample["text"])
+    is_target = torch.ones(len(text), dtype=torch.bool)
+    if eod_mask_loss:
+        is_target[1:] = text[:-1] != tokenizer.eod
+    if "prefixes" in sample:
+        # The mask has each token but the last. Of the tokens A B C D with the mask 1 1 0, only B is no target, because
+        # it and the token before are in the prefix.
+        in_prefix = torch.as_tensor(sample["prefixes"]).bool()
+        is_target[1:-1] &= ~(in_prefix[:-1] & in_prefix[1:])
+    # The first token is decoded, too, as some tokenizers drop a space in front of a text. It is no target.
+    ids = text[is_target].tolist()
+    return _text_bytes(ids, tokenizer) - _text_bytes(ids[:1], tokenizer), len(ids) - 1
 
 
 def _text_bytes(ids: list[int], tokenizer: Tokenizer) -> int:
