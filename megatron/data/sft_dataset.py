@@ -121,7 +121,7 @@ class SftDataset(CorpusDataset):
         loss_flags = self._corpus.loss_flags
         text.check_not_shrunk()
         loss_flags.check_not_shrunk()
-        filled = 0
+        filled = 0  # positions of the window that have a token
         records = self.order.records(int(n)).tolist()
         self.refresh_after(len(records), (text, loss_flags))
         for number, record in enumerate(records, start=1):
@@ -131,15 +131,17 @@ class SftDataset(CorpusDataset):
             source = slice(start, start + min(size, length + 1))
             ids = text.tokens[source]
             self._check_ids(ids, document)
-            target = slice(filled, filled + len(ids) - 1)  # the last token is only a label
-            sample["tokens"][target] = ids[:-1]
-            sample["labels"][target] = ids[1:]
-            sample["loss_mask"][target] = loss_flags.tokens[source][1:]
-            sample["document_ids"][target] = number
-            filled = target.stop
+            # The record A B C D takes three positions: the tokens A B C with the labels B C D.
+            positions = slice(filled, filled + len(ids) - 1)
+            sample["tokens"][positions] = ids[:-1]
+            sample["labels"][positions] = ids[1:]
+            sample["loss_mask"][positions] = loss_flags.tokens[source][1:]
+            sample["document_ids"][positions] = number
+            filled = positions.stop
         return {name: torch.from_numpy(each) for name, each in sample.items()}
 
     def _check_ids(self, ids: np.ndarray, document: int) -> None:
+        """Raise DatasetError if `ids` of a document lie outside the vocabulary, unless its size is unknown."""
         limit = self._corpus.vocab_size
         if limit is not None and (int(ids.max()) >= limit or int(ids.min()) < 0):
             raise DatasetError(
