@@ -137,5 +137,9 @@ def unused_rope_settings(values: Mapping[str, Any], scaling: object) -> list[str
     """Return the non-default rotary parameters in `values` that the --rope-scaling method `scaling` ignores."""
     read_by_any = set[str]().union(*_METHOD_SETTINGS.values())
     unread = read_by_any.difference(_METHOD_SETTINGS.get(str(scaling), ()))  # all of them if there is no method
-    fields = DecoderConfig.__dataclass_fields__
-    return [name for name, f in fields.items() if name in unread and values.get(name, f.default) != f.default]
+    unused = []
+    for name, field in DecoderConfig.__dataclass_fields__.items():
+        is_changed = values.get(name, field.default) != field.default
+        if name in unread and is_changed:
+            unused.append(name)
+    return unused

@@ -58,7 +58,8 @@ class Profile:
         Returns True if it started or finished. The caller excludes this time from the speed of the iteration.
         """
         has_changed = True
-        if self._profiler is None and not self.done and self._first <= number <= self._last:
+        is_in_range = self._first <= number <= self._last
+        if self._profiler is None and not self.done and is_in_range:
             self._start()
         elif self._profiler is not None and number > self._last:
             self.finish()
