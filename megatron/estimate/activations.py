@@ -3,7 +3,7 @@
 The formulas count the tensors that the autograd functions of `megatron` save for the backward pass. For comparison:
 Korthikanti et al. 2022 give formulas for Megatron-LM's layers. The layers of `megatron` keep less if a function has a
 custom backward pass. They keep more on a CPU, where a dropout mask has the dtype of the activations.
-Names in the code: b is the micro-batch size, t the number of model-parallel ranks, e the number of bytes per element.
+In the code, e is the number of bytes per element.
 """
 
 from collections.abc import Sequence
@@ -27,10 +27,9 @@ def _attention(shapes: Shapes, queries: int, keys: int, query_length: int, key_l
     """
     config = shapes.config
     m = config.model
-    t = shapes.ranks
     e = shapes.width
-    query_size = m.num_attention_heads * m.head_size / t
-    key_size = max(m.key_value_heads / t, 1) * m.head_size
+    query_size = m.num_attention_heads * m.head_size / shapes.ranks
+    key_size = max(m.key_value_heads / shapes.ranks, 1) * m.head_size
     context = config.parallel.context_parallel_size
     # Cross-attention has a key head for each query head.
     if context == 1 and (queries != keys or query_length != key_length):
@@ -43,11 +42,12 @@ def _attention(shapes: Shapes, queries: int, keys: int, query_length: int, key_l
         kept += (queries * query_size + keys * key_size) / m.head_size * 4  # an fp32 statistic for each head and token
     kept += query_bytes  # the output has the size of the queries; the output projection keeps it as its input
     has_window = m.sliding_window is not None and m.sliding_window < key_length
+    needs_all_keys = shapes.accelerated or config.is_t5 or m.attention_dropout or has_window
     # A CPU attends to the slices of a context-parallel rank one by one, without keeping all ranks' keys and values.
-    in_slices = context > 1 and not (shapes.accelerated or config.is_t5 or m.attention_dropout or has_window)
+    in_slices = context > 1 and not needs_all_keys
     if _adjacent_heads(shapes) and not (in_slices or m.attention_dropout or m.checkpoint_attention):
         kept += query_bytes  # the output is copied from the order of heads to the order of tokens
-    heads = m.num_attention_heads / t
+    heads = m.num_attention_heads / shapes.ranks
     batch_size = config.train.batch_size
     num_scores = batch_size * heads * query_length * key_length
     if context > 1 and not (config.is_t5 or m.checkpoint_attention):
