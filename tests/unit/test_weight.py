@@ -14,8 +14,8 @@ from tests.support import ROOT
 
 # Package -> (tokens of code, folders that hold modules). Lower a limit when the code has become smaller.
 LIMITS = {
-    "tds": (63_215, 1),
-    "megatron": (213_240, 15),
+    "tds": (63_100, 1),
+    "megatron": (213_060, 15),
     "megatron_compat": (13_690, 2),
     "data_utils": (38_330, 1),
     "megatron_tools": (85_815, 7),
