@@ -137,10 +137,11 @@ class ExtendedEngine(DeepSpeedEngine):  # type: ignore[misc]
     def _configure_distributed_model(self, model: Any) -> None:
         """Cast the weights of the module and move the module to the device, as DeepSpeed does."""
         super()._configure_distributed_model(model)
-        is_cast = self.fp16_enabled() or self.bfloat16_enabled()
+        if not (self.fp16_enabled() or self.bfloat16_enabled()):
+            return
+        # The kernels of BatchNorm need weights in the dtype of the statistics, which DeepSpeed does not cast.
         for norm in self.module.modules():
-            # The kernels of BatchNorm need weights in the dtype of the statistics, which DeepSpeed does not cast.
-            if is_cast and getattr(norm, "track_running_stats", False):
+            if getattr(norm, "track_running_stats", False):
                 norm.forward = partial(_run_in_dtype_of_statistics, norm, norm.forward)
 
     def _sum_gradients_in_fp64(self) -> None:

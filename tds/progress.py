@@ -51,12 +51,13 @@ class Progress(Observer):
 
     def _measured_name(self, what: What) -> str | None:
         """Return the name under which the time of an instruction or part is measured, or None if it is not."""
-        if not self._is_training:
-            return None
         if isinstance(what, str):
-            return what if self.breakdown and what in TIMED_PARTS else None
-        name = type(what).__name__
-        return name if self.breakdown or (self._on_cpu and name in COMPUTE_NAMES) else None
+            name = what
+            is_measured = self.breakdown and name in TIMED_PARTS
+        else:
+            name = type(what).__name__
+            is_measured = self.breakdown or (self._on_cpu and name in COMPUTE_NAMES)
+        return name if is_measured and self._is_training else None
 
     def _read_clock(self) -> "float | torch.Event":
         """Return the current time, or a device event on an accelerator.

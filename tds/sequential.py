@@ -126,7 +126,10 @@ def _seeding_functions(module: Any, layers: Sequence[Any]) -> list[Any]:
         set_seed(seed)
         return layer(inputs)
 
-    return [partial(run, seed, layer) for seed, layer in enumerate(layers, first_seed)]
+    functions = []
+    for seed, layer in enumerate(layers, first_seed):
+        functions.append(partial(run, seed, layer))
+    return functions
 
 
 def _recompute_layers(module: Any, funcs: Sequence[Any], inputs: Any) -> Any:

@@ -33,12 +33,9 @@ def refuse_dtypes(engine: Any, optimizer: Any) -> None:
     if optimizer and engine.zero_optimization_stage() < 3:  # ZeRO 3 flattens the weights of all groups together
         groups = optimizer.param_groups
     for group in groups:
-        dtype = None  # of the first trainable weight
-        for p in group["params"]:
-            if not p.requires_grad:
-                continue
-            dtype = dtype or p.dtype
-            if p.is_complex() or p.dtype is not dtype:
+        trained = [p for p in group["params"] if p.requires_grad]
+        for p in trained:
+            if p.is_complex() or p.dtype is not trained[0].dtype:
                 name = next(name for name, each in engine.module.named_parameters() if each is p)
                 raise ValueError(
                     f"the weight {name} is {p.dtype}, but DeepSpeed's optimizers for ZeRO and half precision flatten "

@@ -97,10 +97,12 @@ def use_faster_kernels(model: nn.Module, rows: int) -> None:
 
     All ranks must call this.
     """
-    options = mpu.get_options()
-    shapes = measured_shapes(model, rows)
-    if not shapes or not has_choice(next(model.parameters()).device, "fp32"):
+    if not has_choice(next(model.parameters()).device, "fp32"):
         return
+    shapes = measured_shapes(model, rows)
+    if not shapes:
+        return
+    options = mpu.get_options()
     chosen = options.decoding if rows < MIN_ROWS else options.products
     for (_, o, i), ratios in measure_speedups(shapes, "fp32").items():
         chosen[torch.float32, o, i] = Products(*map(is_faster, ratios))

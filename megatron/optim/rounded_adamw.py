@@ -27,8 +27,8 @@ class RoundedAdamW(torch.optim.AdamW):
         self.moment_dtypes = moment_dtypes
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Step all weights that have a gradient."""
+    def step(self) -> None:  # type: ignore[override]
+        """Step all weights that have a gradient. An engine computes the gradients before, so there is no closure."""
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None:
