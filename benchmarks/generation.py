@@ -65,7 +65,7 @@ def ours(folder: Path, batch: int, tokens: int) -> Generate:
     import torch
 
     from megatron import mpu
-    from megatron.features.cpu_matmul import use_faster_kernels
+    from megatron.features.cpu_matmul import pack_weights
     from megatron.model.gpt2 import GPT2Model
     from megatron.model.t5 import T5Model
     from megatron_tools.convert.hf_folder import HFModelFolder
@@ -76,7 +76,7 @@ def ours(folder: Path, batch: int, tokens: int) -> Generate:
     with mpu.skip_init():
         model: Any = (T5Model if config.is_t5 else GPT2Model)(config, parallel_output=False)
     hf_folder.load(model)
-    use_faster_kernels(model.eval(), batch)
+    pack_weights(model.eval(), batch)
 
     def generate(prompts: list[list[int]]) -> list[list[int]]:
         stepper = T5Stepper(model, prompts, 0) if config.is_t5 else GPT2Stepper(model, prompts, config.positions)

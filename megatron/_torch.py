@@ -49,9 +49,10 @@ def writes_grad(weight: Tensor) -> bool:
 
 
 def onednn_is_there() -> bool:
-    """Return whether this build of torch has oneDNN and its private matmul operator, which compiled graphs use."""
+    """Return whether this build of torch has oneDNN and its private matmul operators, which compiled graphs use."""
     available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return available and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    operators = ("_linear_pointwise", "_reorder_linear_weight")
+    return available and all(hasattr(torch.ops.mkldnn, name) for name in operators)
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -64,6 +65,15 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
     shape = (*x.shape[:-1], out.shape[-1])
     return reshape_to_base(out, shape)
+
+
+def onednn_pack(weight: Tensor, rows: int) -> Tensor:
+    """Return weight [o, i] in the memory layout that `onednn_linear` prefers for inputs of `rows` rows.
+
+    Only `onednn_linear` can read the result.
+    """
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+    return packed
 
 
 def emulates_matmul(dtype: torch.dtype) -> bool:

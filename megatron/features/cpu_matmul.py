@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn import functional
 
 from .. import mpu
+from .._torch import onednn_linear, onednn_pack
 from ..atomic import private_temp_folder, write_text
 from ..config import Config
 from ..json_text import brief, is_list, read_json
@@ -37,8 +39,9 @@ MAX_FEATURES = 4096  # rows and columns of a measured weight; a larger one is me
 ROUNDS = 5
 MAX_ROUNDS = 15  # rounds after which a measurement is no longer repeated
 CLEAR_SPEEDUP = 4.0  # a speedup that one round suffices for
-UNCACHED_BYTES = 2**27  # bytes of weights that do not fit into the caches of a CPU
+UNCACHED_ELEMENTS = 2**25  # elements of fp32 weights that do not fit into the caches of a CPU
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PACKED = "fp32 with packed weights"  # stands for a precision in the cache
 
 Shape = tuple[int, int, int]  # rows of the input, and the weight's output and input features
 Ratios = list[list[float]]  # for output, input gradient and weight gradient: speedups of the second kernel
@@ -92,20 +95,24 @@ class CpuMatmul(Feature):
             chosen[DTYPES[precision], o, i] = products
 
 
-def use_faster_kernels(model: nn.Module, rows: int) -> None:
-    """Measure the matmuls of an fp32 model that is not trained, with inputs of `rows` tokens, and use the faster ones.
+def pack_weights(model: nn.Module, rows: int) -> None:
+    """Pack weights of an fp32 model that is not trained, where this makes matmuls of `rows` tokens faster.
 
-    All ranks must call this.
+    A packed weight takes the place of the weight, but for an embedding, which remains for look-ups. All ranks must
+    call this.
     """
     if not has_choice(next(model.parameters()).device, "fp32"):
         return
     shapes = measured_shapes(model, rows)
-    if not shapes:
-        return
-    options = mpu.get_options()
-    chosen = options.decoding if rows < MIN_ROWS else options.products
-    for (_, o, i), ratios in measure_speedups(shapes, "fp32").items():
-        chosen[torch.float32, o, i] = Products(*map(is_faster, ratios))
+    speedups = measure_speedups(shapes, PACKED)
+    for module in model.modules():
+        shape = (rows, *weight_sizes(module))
+        if shape not in speedups or not is_faster(speedups[shape][0]):
+            continue
+        weight: Any = module.weight
+        weight.packed = onednn_pack(weight.detach(), rows)
+        if not isinstance(module, mpu.VocabParallelEmbedding):
+            weight.data = weight.new_empty(0)
 
 
 def has_choice(device: torch.device, precision: str) -> bool:
@@ -131,18 +138,22 @@ def rows_per_matmul(config: Config) -> int:
 
 def measured_shapes(model: nn.Module, rows: int) -> list[Shape]:
     """Return the sizes of the model's matmuls on all ranks that are large enough to be measured, in one order."""
-    weights = set()
-    for module in model.modules():
-        if isinstance(module, mpu.ColumnParallelLinear):
-            weights.add((module.output_size_per_partition, module.input_size))
-        elif isinstance(module, mpu.RowParallelLinear):
-            weights.add((module.output_size, module.input_size_per_partition))
-        elif isinstance(module, mpu.VocabParallelEmbedding):
-            weights.add((module.num_embeddings_per_partition, module.embedding_dim))
-    all_weights = set().union(*gather_objects(weights))
+    weights = {weight_sizes(module) for module in model.modules()}
+    all_weights = set().union(*gather_objects(weights - {()}))
     # The time of fewer rows is that of reading the weight.
     counted_rows = max(rows, MIN_ROWS)
     return [(rows, o, i) for o, i in sorted(all_weights) if counted_rows * o * i >= MIN_MULTIPLY_ADDS]
+
+
+def weight_sizes(module: nn.Module) -> tuple[int, ...]:
+    """Return (output features, input features) of the weight that a module multiplies with; () if it has none."""
+    if isinstance(module, mpu.ColumnParallelLinear):
+        return module.output_size_per_partition, module.input_size
+    if isinstance(module, mpu.RowParallelLinear):
+        return module.output_size, module.input_size_per_partition
+    if isinstance(module, mpu.VocabParallelEmbedding):
+        return module.num_embeddings_per_partition, module.embedding_dim
+    return ()
 
 
 def measure_speedups(shapes: list[Shape], precision: str) -> dict[Shape, Ratios]:
@@ -163,7 +174,7 @@ def measure_speedups(shapes: list[Shape], precision: str) -> dict[Shape, Ratios]
             missing.add(shape)
     all_missing = sorted(set().union(*gather_objects(missing)))
     for shape in all_missing:
-        new_ratios = compare_kernels(shape, DTYPES[precision])
+        new_ratios = compare_kernels(shape, precision)
         key = keys[shape]
         old_ratios = known.get(key, NO_RATIOS)
         # A cached measurement that is not conclusive gets further rounds.
@@ -183,15 +194,16 @@ def join_ratios(parts: Iterable[Ratios]) -> Ratios:
     return [list(chain(*product_parts)) for product_parts in zip(*parts, strict=True)]
 
 
-def compare_kernels(shape: Shape, dtype: torch.dtype) -> Ratios:
+def compare_kernels(shape: Shape, precision: str) -> Ratios:
     """Measure the speedups of the second kernel for the matmuls of a linear layer, in up to ROUNDS rounds each."""
     rows, o, i = shape
     o = min(o, MAX_FEATURES)
     i = min(i, MAX_FEATURES)
-    if rows < MIN_ROWS:
-        return [_decoding_speedups(rows, o, i, dtype), [0.0], [0.0]]  # decoding has no gradients
     # Fewer rows bound the time of the measurement; at least 64 remain, as a run never multiplies only a few.
     rows = min(rows, max(MAX_MULTIPLY_ADDS // (o * i), 64))
+    if precision == PACKED:
+        return [_packed_speedups(rows, o, i), [0.0], [0.0]]  # without training, there are no gradients
+    dtype = DTYPES[precision]
     inputs = torch.ones(rows, i, dtype=dtype)
     weight = torch.ones(o, i, dtype=dtype)
     output_grad = torch.ones(rows, o, dtype=dtype)
@@ -204,21 +216,25 @@ def compare_kernels(shape: Shape, dtype: torch.dtype) -> Ratios:
     return [_speedups(product) for product in products]
 
 
-def _decoding_speedups(rows: int, o: int, i: int, dtype: torch.dtype) -> list[float]:
-    """Return speedups for few rows, with weights that come from memory, as in the layers of a model."""
-    inputs = torch.ones(rows, i, dtype=dtype)
-    num_weights = max(UNCACHED_BYTES // (o * i * dtype.itemsize), 1)
-    weights = torch.ones(num_weights, o, i, dtype=dtype)
+def _packed_speedups(rows: int, o: int, i: int) -> list[float]:
+    """Return the speedups of packed fp32 weights [o, i] over torch's own kernel."""
+    inputs = torch.ones(rows, i)
+    # With few rows, the time is that of reading the weights from memory, so more are measured than caches can hold.
+    elements = min(UNCACHED_ELEMENTS, MAX_MULTIPLY_ADDS // rows)
+    weights = torch.ones(max(elements // (o * i), 1), o, i)
+    packed_weights = [onednn_pack(weight, rows) for weight in weights]
 
-    def multiply_all(use_second: bool) -> Tensor:
-        for weight in weights:
-            output = matmul(inputs, weight, None, use_second)
-        return output
+    def multiply(use_packed: bool) -> None:
+        for weight, packed_weight in zip(weights, packed_weights, strict=True):
+            if use_packed:
+                onednn_linear(inputs, packed_weight, None)
+            else:
+                functional.linear(inputs, weight)
 
-    return _speedups(multiply_all)
+    return _speedups(multiply)
 
 
-def _speedups(product: Callable[[bool], Tensor]) -> list[float]:
+def _speedups(product: Callable[[bool], object]) -> list[float]:
     """Return the speedup of the second kernel in each round; a clear speedup needs no further round."""
     _seconds(product, True)  # warm-up
     speedups: list[float] = []
@@ -227,7 +243,7 @@ def _speedups(product: Callable[[bool], Tensor]) -> list[float]:
     return speedups
 
 
-def _seconds(product: Callable[[bool], Tensor], use_second: bool) -> float:
+def _seconds(product: Callable[[bool], object], use_second: bool) -> float:
     begin = time.perf_counter()
     product(use_second)
     return time.perf_counter() - begin

@@ -20,7 +20,7 @@ from .mesh import Axis, Options
 from .parameters import spec_of
 from .sequence import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
 
-# Matmuls with fewer rows, as in decoding, mostly wait for the weight. So their kernels are chosen separately.
+# Matmuls with fewer rows mostly wait for the weight; torch's own kernel is as fast as any that does not reorder it.
 MIN_ROWS = 32
 
 
@@ -42,6 +42,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: 
         from .compiled_linear import compiled_linear
 
         return compiled_linear(x, weight, bias, axis, options)
+    if hasattr(weight, "packed"):  # see `pack_weights` in features/cpu_matmul.py
+        return onednn_linear(x, weight.packed, bias)
     second_kernel = choose_kernels(x, weight, options)
     # `accumulate_wgrad` has a matmul of its own, so the second kernel leaves the accumulation to autograd.
     accumulate_fn = None if second_kernel.weight_grad else accumulate_wgrad(x, weight)
@@ -67,10 +69,8 @@ def accumulate_wgrad(x: Tensor, weight: Tensor) -> Callable[[Tensor, Tensor], bo
 
 def choose_kernels(x: Tensor, weight: Tensor, options: Options) -> Products:
     """Return the kernels for x [..., i] and weight [o, i], which `options` decide on a CPU."""
-    if x.device.type != "cpu":
+    if x.device.type != "cpu" or x.shape[:-1].numel() < MIN_ROWS:
         return Products()
-    if x.shape[:-1].numel() < MIN_ROWS:
-        return options.decoding.get((x.dtype, *weight.shape), Products())
     # An entry for the weight's shape overrides one for the dtype, which overrides `options.onednn`.
     use_onednn = options.onednn and x.dtype == torch.float32
     by_option = Products(use_onednn, use_onednn, use_onednn)

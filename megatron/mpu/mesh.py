@@ -136,7 +136,7 @@ class Options:
     overlap: all-reduce the gradient of a layer's input while the gradient of the layer's weight is computed.
     onednn: run fp32 matmuls on a CPU in oneDNN instead of torch's BLAS. `linear.py` explains overlap and onednn.
     products: (dtype, o, i) of a weight [o, i] -> its products that run in the second kernel of `linear.matmul`.
-    (dtype, 0, 0) is for other weights. Where both are missing, `onednn` decides. decoding: the same for few rows.
+    (dtype, 0, 0) is for other weights. Where both are missing, `onednn` decides.
     wgrad_in_graph: in compiled code, too, call the weight's `ParamSpec.accumulate_wgrad` instead of giving the weight's
     gradient to autograd.
     fp8: run the matmuls of outputs and of input gradients in fp8; see `fp8.py`.
@@ -148,7 +148,6 @@ class Options:
     wgrad_in_graph: bool = False
     fp8: bool = False
     products: "dict[tuple[torch.dtype, int, int], Products]" = field(default_factory=dict, compare=False)
-    decoding: "dict[tuple[torch.dtype, int, int], Products]" = field(default_factory=dict, compare=False)
 
     def sequence_axis(self, axis: Axis) -> Axis:
         """Return the ranks that shard a sequence between layers: `axis` with sequence parallelism, else this rank."""

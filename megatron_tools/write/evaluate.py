@@ -14,7 +14,7 @@ from data_utils.progress import Progress
 from megatron import mpu
 from megatron.checkpointing import load_weights
 from megatron.checkpointing.pruned import read_newest
-from megatron.features.cpu_matmul import use_faster_kernels
+from megatron.features.cpu_matmul import pack_weights
 from megatron.features.harness import evaluate_tasks
 from megatron.features.scoring import Score, read_cloze, score_one, token_nats
 from megatron.model.gpt2 import GPT2Model
@@ -67,7 +67,7 @@ def _build_subject(args: argparse.Namespace, hf_folder: HFModelFolder | None, pa
     device_here = device.current_device()
     window = _context_window(args, default_window, config.positions)
     model.eval().to(device_here)
-    use_faster_kernels(model, window)
+    pack_weights(model, window)
     return Subject(model, tokenizer, window, device_here, generation_json["eos_token_id"])
 
 

@@ -15,7 +15,7 @@ from megatron.checkpointing import load_weights
 from megatron.checkpointing.pruned import read_newest
 from megatron.config import Config
 from megatron.config.fields import problems_where, raise_first_problem
-from megatron.features.cpu_matmul import use_faster_kernels
+from megatron.features.cpu_matmul import pack_weights
 from megatron.model.gpt2 import GPT2Model
 from megatron.model.gpt2_layers import gpt2_layers, vocab_size_of
 from megatron.model.t5 import T5Model, t5_layers
@@ -76,7 +76,7 @@ def _load_checkpoint(args: argparse.Namespace, path: Path | None) -> Writer:
     elif path:
         load_weights(path, model, args.ema).check_tokenizer(tokenizer.fingerprint, vocab_file=vocab_file)
     model.to(device)
-    use_faster_kernels(model, args.num_beams or args.num_samples)
+    pack_weights(model, args.num_beams or args.num_samples)
     return Writer(model, tokenizer, config, stages, prompt_encoder(args, config, tokenizer, vocab_file))
 
 

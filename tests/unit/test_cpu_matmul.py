@@ -16,7 +16,7 @@ from megatron.features import cpu_matmul
 from megatron.features.cpu_matmul import CpuMatmul, describe_cpu, is_conclusive, is_faster, measure_speedups
 from megatron.model.attention_kernels import AttentionArgs, attend
 from megatron.model.special_kernels import attend_in_fp32
-from megatron.mpu.linear import Products, choose_kernels, linear
+from megatron.mpu.linear import Products, linear
 from megatron.mpu.mesh import TRIVIAL_AXIS, Options
 from megatron.training.feature import Plan
 
@@ -97,9 +97,9 @@ def test_without_a_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_onednn
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_real_measurements_are_plausible(dtype: torch.dtype) -> None:
-    for speedups in cpu_matmul.compare_kernels((64, 128, 256), dtype):
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_real_measurements_are_plausible(precision: str) -> None:
+    for speedups in cpu_matmul.compare_kernels((64, 128, 256), precision):
         assert 1 <= len(speedups) <= cpu_matmul.ROUNDS
         assert all(0.001 < each < 1000 for each in speedups)
 
@@ -137,23 +137,32 @@ def test_each_weight_gets_its_own_choice(found: list[Any]) -> None:
     }
 
 
-@pytest.mark.parametrize("rows", [4, 128])
-def test_a_model_that_is_not_trained_has_a_choice_for_its_rows(found: list[Any], rows: int) -> None:
-    """Decoding multiplies few rows, so its kernels differ from those of long prompts."""
-    found += [[FAST, SLOW, SLOW]] * 3
-    with mpu.built_with(mpu.Mesh(), Options()):
-        model = _model().to_empty(device="cpu")
-        cpu_matmul.use_faster_kernels(model, rows)
-        options = mpu.get_options()
-    weight = torch.empty(1024, 256)
-    for some_rows in (4, 128):
-        kernels = choose_kernels(torch.empty(some_rows, 1, 256), weight, options)
-        assert kernels == Products(output=some_rows == rows)
+@needs_onednn
+def test_packed_weights_give_the_numbers_of_the_model(found: list[Any]) -> None:
+    found += [[FAST, [0.0], [0.0]], [FAST, [0.0], [0.0]], [SLOW, [0.0], [0.0]]]  # of down, table and up
+    model = _model().to_empty(device="cpu")
+    table, up, down, _ = model
+    for weight in model.parameters():
+        nn.init.normal_(weight, std=0.05)
+    wide = {name: weight.detach().double() for name, weight in model.named_parameters()}
+    cpu_matmul.pack_weights(model, 128)
+    is_packed = [hasattr(module.weight, "packed") for module in model]
+    assert is_packed == [True, False, True, False]
+    assert table.weight.shape == (300, 256), "look-ups need it"
+    assert down.weight.numel() == 0
+    for ids in (torch.tensor([[3, 299]]), torch.arange(200)[None]):  # other numbers of rows than 128
+        with torch.inference_mode():
+            hidden, _ = down(up(table(ids))[0])
+            logits = table.logits(hidden)
+        inputs = wide["0.weight"][ids]
+        expected = F.linear(F.linear(inputs, wide["1.weight"], wide["1.bias"]), wide["2.weight"], wide["2.bias"])
+        torch.testing.assert_close(hidden.double(), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(logits.double(), expected @ wide["0.weight"].t(), rtol=1e-5, atol=1e-5)
 
 
 @needs_onednn
-def test_measurements_of_few_rows_have_no_gradients() -> None:
-    speedups, *gradients = cpu_matmul.compare_kernels((2, 1024, 2048), torch.float32)
+def test_measurements_of_packed_weights_have_no_gradients() -> None:
+    speedups, *gradients = cpu_matmul.compare_kernels((2, 1024, 2048), cpu_matmul.PACKED)
     assert 1 <= len(speedups) <= cpu_matmul.ROUNDS and all(0.001 < each < 1000 for each in speedups)
     assert is_conclusive([FAST, *gradients]) and not any(map(is_faster, gradients))
 

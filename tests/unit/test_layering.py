@@ -328,7 +328,7 @@ PRIVATE = {
     "megatron/_torch.py": {
         "_C",
         "_functional_collectives", "_assert_async", "_base", "_inductor", "_is_amx_tile_supported",
-        "_compiled_call_impl", "_linear_pointwise", "_unsafe_view",
+        "_compiled_call_impl", "_linear_pointwise", "_reorder_linear_weight", "_unsafe_view",
         "_non_persistent_buffers_set", "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_flash_attention_for_cpu_backward", "_scaled_mm", "_softmax_backward_data", "_version",
         "_monitor_workers", "_remaining_restarts",
