@@ -29,7 +29,7 @@ class Sums:
         self.tokenizer, self.length, self.seed = tokenizer, length, seed
 
     def __getitem__(self, n):  # n may be any number >= 0; this dataset never repeats
-        drawn = random.Random(f"{self.seed} {n}")  # the random state depends on n alone, not on samples read before
+        drawn = random.Random(f"{self.seed} {n}")  # other sums for validation than for training
         ids = []
         while len(ids) <= self.length:
             a, b = drawn.randrange(100), drawn.randrange(100)

@@ -60,21 +60,6 @@ def load_checkpoint(path: Path, engine: Any, config: Config, fingerprint: str, w
     return TrainState.from_dict(reader.state) if wanted.position else TrainState()
 
 
-def step_lags(path: Path | None, wanted: Wanted) -> dict[str, int]:
-    """Return, by name, by how many steps the step counts of weights in a checkpoint are lower than the optimizer's.
-
-    Weights that were frozen or never had a gradient lag by all steps; weights that are not in the result do not lag.
-    """
-    if path is None or not wanted.optimizer:
-        return {}
-    optimizer = CheckpointReader(path).optimizer
-    if not optimizer["moments"]:
-        return {}
-    # Weights without moments count 0 steps, unless "steps" has another count.
-    counts = dict.fromkeys(optimizer.get("without_moments", ()), 0) | optimizer.get("steps", {})
-    return {name: optimizer["step"] - count for name, count in counts.items()}
-
-
 def _load_tensors(reader: CheckpointReader, engine: Any, wanted: Wanted) -> None:
     """Load the weights, and the optimizer's state if `wanted.optimizer` is set."""
     moments = moments_to_load(reader, engine) if wanted.optimizer else []

@@ -12,10 +12,8 @@ from megatron.ranks.objects import broadcast_from_rank_0
 from megatron.ranks.rank_0 import is_rank_0, print_notes, print_rank_0
 from megatron.storage import to_path
 
-from .changes import training_notes
 from .consumed import hash_samples, initial_hash
 from .leftovers import restore_replaced
-from .load import load_checkpoint
 from .lookup import find_checkpoint, latest_checkpoint, numbered_checkpoints
 from .reader import CheckpointReader, plain_config
 from .state import TrainState
@@ -98,6 +96,8 @@ def start_or_resume(
         initial_hash_value = initial_hash(config) if is_rank_0() else 0
     if path is None:
         return TrainState(sample_hash=initial_hash_value), config
+    from .load import load_checkpoint
+
     state = load_checkpoint(path, engine, config, fingerprint, start.wanted)
     if not start.wanted.position:
         print_rank_0(f"this run starts with the weights of {path}")
@@ -111,6 +111,8 @@ def start_or_resume(
     if state.iteration:
         from megatron.optim.resumed_lr import resolve_lr_schedule
 
+        from .changes import training_notes
+
         config, note = resolve_lr_schedule(config, saved)
         notes = [note, _batch_schedule_note(saved, config, state.consumed_samples)]
         notes += training_notes(saved, config, state, dist.get_world_size())
@@ -121,6 +123,21 @@ def start_or_resume(
         else:  # rank 0 alone keeps and saves the hash
             state.sample_hash = 0
     return state, config
+
+
+def step_lags(path: Path | None, wanted: Wanted) -> dict[str, int]:
+    """Return, by name, by how many steps the step counts of weights in a checkpoint are lower than the optimizer's.
+
+    Weights that were frozen or never had a gradient lag by all steps; weights that are not in the result do not lag.
+    """
+    if path is None or not wanted.optimizer:
+        return {}
+    optimizer = CheckpointReader(path).optimizer
+    if not optimizer["moments"]:
+        return {}
+    # Weights without moments count 0 steps, unless "steps" has another count.
+    counts = dict.fromkeys(optimizer.get("without_moments", ()), 0) | optimizer.get("steps", {})
+    return {name: optimizer["step"] - count for name, count in counts.items()}
 
 
 def _forks_after_resume(state: TrainState, path: Path) -> tuple[tuple[int, int], ...]:

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from .endless import Endless
 from .workers import block_signals, exit_with_parent, kill_workers_at_exit
 
 
@@ -50,22 +51,6 @@ class ConsecutiveSampler(Sampler[list[int]]):
             iteration_begin += samples_per_rank * self.data_size
 
 
-class Endless(Dataset[Any]):
-    """Wrapper of a dataset that replaces an IndexError by a ValueError: a dataset must have a sample for any n >= 0."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __getitem__(self, n: int) -> Any:
-        try:
-            return self.dataset[n]
-        except IndexError as error:
-            raise ValueError(
-                f"the dataset {type(self.dataset).__name__} has no sample {n} ({error}); it must return a sample for "
-                f"any n >= 0, as training continues after an epoch"
-            ) from error
-
-
 class _Loader(DataLoader[Any]):
     def __iter__(self) -> Any:
         with block_signals():  # super().__iter__() starts the worker processes, which inherit the blocked signals
@@ -73,21 +58,22 @@ class _Loader(DataLoader[Any]):
 
 
 def build_loader(
-    dataset: Dataset[Any], sampler: ConsecutiveSampler, num_workers: int = 0, read_ahead: bool = False
+    dataset: Dataset[Any], sampler: ConsecutiveSampler, num_workers: int = 0, read_ahead: bool = False, seed: int = 0
 ) -> Iterable[Any]:
     """Return a loader that yields micro-batches in the order of `sampler`, for any number of workers.
 
     read_ahead: without workers, let threads read the next micro-batches. For corpora in object storage, whose blocks
-    take long to arrive. Workers read ahead anyway.
+    take long to arrive. Workers read ahead anyway. seed: see `Endless`.
     """
+    endless = Endless(dataset, seed)
     if read_ahead and not num_workers:
         from .read_ahead import read_ahead_of
 
-        return read_ahead_of(Endless(dataset), sampler)
+        return read_ahead_of(endless, sampler)
     if num_workers:
         kill_workers_at_exit()
     return _Loader(
-        Endless(dataset),
+        endless,
         batch_sampler=sampler,
         num_workers=num_workers,
         # Unlike forked workers, spawned workers do not inherit threads or accelerator state. Unlike workers of a

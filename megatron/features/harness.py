@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..packages import pip_install
+from ..seeds import keep_random_state
 from ..tokenizer import Tokenizer
-from .random_state import keep_random_state
 from .scoring import Request, Scored
 
 

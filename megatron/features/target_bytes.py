@@ -8,10 +8,10 @@ import torch
 
 from ..data.corpus_paths import corpus_names, prefixes_of
 from ..data.splits import PARTS
+from ..seeds import keep_random_state
 from ..tokenizer import Tokenizer
 from ..training.run_state import Run
 from .corpus_losses import configured_corpora
-from .random_state import keep_random_state
 
 CORPUS_KEY = "corpus"  # key of the number of a sample's corpus, see `NumberedCorpus`
 # Of a data set whose bytes are counted

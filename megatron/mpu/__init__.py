@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from .._torch import onednn_is_there
+from ..seeds import derive_seed
 from . import current as _current
 from .building import after_each_layer, built_with
 from .cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_losses
@@ -53,7 +54,7 @@ from .megatron_compat import (
 )
 from .mesh import TRIVIAL_AXIS, Axis, Coord, Mesh, Options, Topology
 from .parameters import InitMethod, ParamSpec, declare, normal, ones, replicas_of, sharded_by_zero, spec_of, zeros
-from .random import RngStreams, derive_seed, seeded
+from .random import RngStreams, seeded
 from .sequence import (
     gather_from_sequence_parallel_region,
     local_shard,

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from ..seeds import derive_seed
 from . import current as _current
 from .data import default_device
-from .random import RngStreams, derive_seed
+from .random import RngStreams
 
 
 def divide(numerator: int, denominator: int) -> int:
@@ -81,13 +82,16 @@ class RngTracker:
     Megatron-LM stores generator states. These streams instead compute each draw from seed, iteration and a counter.
     """
 
-    def fork(self, name: str = "model-parallel-rng") -> AbstractContextManager[None]:
+    def fork(self, name: str | None = None) -> AbstractContextManager[None]:
         """Make torch draw from stream `name` inside the block; the stream differs on each model-parallel rank.
 
         Layers that use the same name draw from one stream in turn, so their masks depend on which of these layers
         are on this rank. With a name for each layer (`fork(f"layers.{i}.mlp")`), masks do not depend on the stages.
+        Without a name, each pipeline stage has a stream of its own, as in Megatron-LM.
         """
         context = _current.parallel_context()
+        if name is None:
+            name = f"model-parallel-rng.{context.mesh.pipe.rank}"
         return context.rng.fork(name, default_device(context.mesh.replica), split=True)
 
     def get_states(self) -> Any:

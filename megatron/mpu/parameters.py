@@ -15,11 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..seeds import derive_seed
 from .current import parallel_context
 from .fused_rows import FusedRows
 from .mappings import all_reduce
 from .mesh import TRIVIAL_AXIS, Axis
-from .random import derive_seed, seeded
+from .random import seeded
 
 InitMethod = Callable[[Tensor], object]  # fills a whole weight in place, like the functions of torch.nn.init
 

@@ -1,4 +1,4 @@
-"""Seeds, and named random streams.
+"""Named random streams.
 
 Every dropout site draws from its own stream. Its draws are a pure function of seed, iteration, name, data
 rank, the number of earlier draws in this iteration and, where activations are sharded, the model rank. So
@@ -7,7 +7,6 @@ equal masks for replicated activations and different ones for sharded activation
 saved generator state, and a recomputation only resets the counters of draws.
 """
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -15,15 +14,11 @@ from functools import partial
 
 import torch
 
+from ..seeds import derive_seed, seed_generators
+
 # Step between the seeds of successive draws. Both 32-bit halves are odd, so that seeds differ even if a generator uses
 # only 32 bits (Steele et al. 2014).
 SEED_STEP = 0x9E3779B97F4A7C15
-
-
-def derive_seed(*parts: object) -> int:
-    """Return a 63-bit seed derived from `parts`, the same on every machine and Python version."""
-    digest = hashlib.sha256("\x1f".join(map(str, parts)).encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
 
 
 @contextmanager
@@ -58,15 +53,15 @@ class RngStreams:
         self._seeds: dict[tuple[int, int, str, bool], int] = {}
 
     def begin(self, iteration: int) -> None:
-        """Restart every stream for this iteration (one optimizer step) and reseed torch's generators.
+        """Restart every stream for this iteration (one optimizer step) and reseed the process's generators.
 
-        Layers that use torch's generators, such as nn.Dropout, thus draw the same values on all ranks of a
+        Layers that use these generators, such as nn.Dropout, thus draw the same values on all ranks of a
         model-parallel group, and also after a resume. Unlike draws from streams, these values depend on the layout.
         """
         self.iteration = iteration
         self._draws.clear()
         self._seeds.clear()
-        torch.manual_seed(derive_seed(self.seed, iteration, "torch", self.data_rank, self.pipe_rank))
+        seed_generators(derive_seed(self.seed, iteration, "torch", self.data_rank, self.pipe_rank))
 
     def next_seed(self, name: str, split: bool) -> int:
         """Return the seed of the next draw from stream `name`.

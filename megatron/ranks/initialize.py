@@ -15,6 +15,7 @@ from .._torch import set_default_timeout, set_timeout_of_groups
 from ..config import Config
 from ..config.fields import ConfigError
 from ..config.parallel import uses_sequence_parallel
+from ..seeds import seed_generators
 from . import device as device_module
 from .agreement import require_equal_code, require_equal_values, settings_and_versions
 from .errors import describe_rendezvous_error
@@ -56,7 +57,7 @@ def initialize_megatron(config: Config) -> torch.device:
         require_equal_values(settings_and_versions(config))
         require_equal_code()
     _load_kernels(config, device)
-    torch.manual_seed(config.train.seed)
+    seed_generators(config.train.seed)
     options = mpu.Options(
         sequence_parallel=uses_sequence_parallel(config, device.type != "cpu"),
         overlap=config.parallel.async_tensor_model_parallel_allreduce,

@@ -94,4 +94,5 @@ def read_batches(
         train.batch_size, gas or train.gas, share.rank, share.size, consumed_samples, should_skip
     )
     is_remote = any(map(is_url, corpora_of_run(config)))
-    return iter(build_loader(dataset, sampler, config.data.num_workers, read_ahead=is_remote))
+    loader = build_loader(dataset, sampler, config.data.num_workers, is_remote, train.seed)
+    return iter(loader)

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from .. import mpu
 from ..checkpointing import RetryingSaver, Saver, find_start, start_or_resume
 from ..checkpointing.data_plan import with_consumed_data
-from ..checkpointing.load import step_lags
 from ..checkpointing.pruned import explain_if_deleted
+from ..checkpointing.resume import step_lags
 from ..config import Config
 from ..config.command_line import with_values
 from ..config.ds_config import Resolved

@@ -89,6 +89,17 @@ def test_draws_inside_differ_by_rank_and_those_outside_agree(ranks: int) -> None
     assert all(inside != other for inside, _, other in found)
 
 
+def _masks_of_a_stage(stages: int) -> list[float]:
+    mpu.initialize_model_parallel(1, stages)
+    with mpu.get_cuda_rng_tracker().fork():
+        return torch.rand(3).tolist()
+
+
+def test_stages_draw_from_streams_of_their_own() -> None:
+    first, second = on_ranks(2, _masks_of_a_stage, 2)
+    assert set(first).isdisjoint(second)
+
+
 def _recomputed(ranks: int) -> None:
     mpu.initialize_model_parallel(ranks)
     layer = nn.Linear(4, 4)

@@ -2,7 +2,9 @@
 
 import copy
 import pickle
+import random
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -46,6 +48,16 @@ def test_sites_draws_and_ranks_differ_and_begin_starts_again() -> None:
     assert torch.equal(first.drop(ones, 0.5), drawn[0]) and torch.equal(first.drop(ones, 0.5), drawn[1])
     rng.begin(8)
     assert not torch.equal(first.drop(ones, 0.5), drawn[0])
+
+
+def test_an_iteration_seeds_the_generators_of_the_process() -> None:
+    """Layers may draw from NumPy, as layer drop does, and must draw the same on all ranks and after a resume."""
+    drawn = []
+    for model_rank, iteration in ((2, 7), (3, 7), (2, 8)):
+        mpu.RngStreams(seed=5, data_rank=1, model_rank=model_rank).begin(iteration)
+        drawn.append([torch.rand(()).item(), np.random.rand(), random.random()])
+    assert drawn[0] == drawn[1]
+    assert all(a != b for a, b in zip(drawn[0], drawn[2], strict=True))
 
 
 def test_torchs_own_generator_is_left_alone() -> None:

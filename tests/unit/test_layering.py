@@ -191,6 +191,7 @@ OUTSIDE = {
     "megatron.data": {"numpy", "torch"},
     "megatron.model": {"torch"},
     "megatron.optim": {"torch"},
+    "megatron.seeds": {"numpy", "torch"},
     "megatron.ranks": {"torch", "tqdm"},
     "megatron.checkpointing": {"torch", "safetensors", "blake3"},
     "megatron.training": {"torch", "tqdm"},

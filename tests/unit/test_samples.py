@@ -1,6 +1,7 @@
 import multiprocessing
 import os
 import pickle
+import random
 import time
 from collections import Counter
 from multiprocessing.sharedctypes import Synchronized
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +22,7 @@ from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.sample_order import SampleOrder
 from megatron.data.sampler import ConsecutiveSampler, build_loader
 from megatron.data.splits import parse_split, split_documents
+from megatron.seeds import seed_generators
 from tests.sentences import SENTENCES
 from tests.support import command
 
@@ -266,6 +269,36 @@ def test_the_number_of_workers_changes_nothing(indexed: IndexedDataset) -> None:
         return [next(iterator)["text"].tolist() for _ in range(6)]
 
     assert first(0) == first(2)
+
+
+class Drawn:
+    """A data set whose samples are numbers from the generators of torch, NumPy and Python."""
+
+    def __getitem__(self, n: int) -> Any:
+        return {"drawn": torch.tensor([torch.rand(()).item(), np.random.rand(), random.random()])}
+
+
+def test_a_sample_draws_the_same_on_every_rank_that_reads_it() -> None:
+    """Stages, workers and a resumed run read sample n after other numbers of samples than a run in one process."""
+
+    def rows(sampler: ConsecutiveSampler, count: int, seed: int = 1) -> list[list[float]]:
+        batches = iter(build_loader(Drawn(), sampler, seed=seed))
+        return [row for _ in range(count) for row in next(batches)["drawn"].tolist()]
+
+    whole = rows(ConsecutiveSampler(2, 1, 0, 1), 4)
+    assert rows(ConsecutiveSampler(1, 2, 0, 1, consumed_samples=2), 6) == whole[2:]
+    assert rows(ConsecutiveSampler(1, 1, 1, 2), 4) == whole[1::2]
+    assert len({value for row in whole for value in row}) == 8 * 3
+    assert rows(ConsecutiveSampler(2, 1, 0, 1), 4, seed=2) != whole
+
+
+def test_samples_leave_the_random_numbers_of_the_model_alone() -> None:
+    seed_generators(5)
+    expected = torch.rand(()).item(), np.random.rand(), random.random()
+    batches = iter(build_loader(Drawn(), ConsecutiveSampler(2, 1, 0, 1)))
+    seed_generators(5)
+    next(batches)
+    assert (torch.rand(()).item(), np.random.rand(), random.random()) == expected
 
 
 @given(

@@ -1,0 +1,37 @@
+"""Samples of any data set, with random numbers that depend on the sample's number alone."""
+
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from ..seeds import derive_seed, keep_random_state, seed_generators
+
+
+class Endless(Dataset[Any]):
+    """Wrapper of a dataset that replaces an IndexError by a ValueError: a dataset must have a sample for any n >= 0.
+
+    A dataset may draw random numbers for a sample from the generators of torch, NumPy and Python. The generators are
+    seeded by `seed` and the sample's number, so all ranks and processes that read the sample draw the same.
+    """
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset = dataset
+        self.seed = seed
+
+    def __getitems__(self, numbers: list[int]) -> list[Any]:
+        """Return the samples of a micro-batch. torch's loader calls this instead of `__getitem__`."""
+        samples = []
+        with keep_random_state(devices=[]):
+            for n in numbers:
+                seed_generators(derive_seed(self.seed, "sample", n), accelerators=False)
+                samples.append(self[n])
+        return samples
+
+    def __getitem__(self, n: int) -> Any:
+        try:
+            return self.dataset[n]
+        except IndexError as error:
+            raise ValueError(
+                f"the dataset {type(self.dataset).__name__} has no sample {n} ({error}); it must return a sample for "
+                f"any n >= 0, as training continues after an epoch"
+            ) from error
