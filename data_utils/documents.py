@@ -372,10 +372,12 @@ def read_texts(
     key: str = "text",
     largest: int = MAX_DOCUMENT_BYTES,
     on_bad: Callable[[BadLine], None] | None = None,
+    seed: int = 0,
 ) -> Iterator[str]:
     """Yield all documents of all inputs in order, in this process.
 
     on_bad: called with each bad line. Without `on_bad`, the first bad line raises InputError.
+    seed: seed of the documents that FILE@0.5 uses.
     """
     sources = []
     names = []
@@ -388,7 +390,7 @@ def read_texts(
         sources += find_files(names)
     for source in sources:
         for chunk in chunks(source, largest=largest):
-            for document in documents(chunk, (key,), largest=largest):
+            for document in documents(chunk, (key,), seed, largest):
                 if not isinstance(document, BadLine):
                     yield document[0]
                 elif on_bad:

@@ -1,8 +1,10 @@
 """Train a lossless tokenizer on a corpus: decoding the ids of any Unicode text gives the same text."""
 
 import argparse
+import heapq
 import random
 from collections.abc import Iterator
+from operator import itemgetter
 
 from megatron.tokenizer import load_tokenizer
 from megatron.tokenizer.segment import SEGMENTERS
@@ -27,18 +29,21 @@ TYPES = ("sentencepiece", "cpm", "cpm-vocab", "gpt2-bpe", "hf")
 
 
 def sample_documents(documents: Iterator[str], max_bytes: int, seed: int, quiet: bool) -> list[str]:
-    """Return a uniform random sample of the documents, with about `max_bytes` in total (reservoir sampling)."""
-    kept: list[str] = []
+    """Return a uniform random sample of the documents, in their order, with about `max_bytes` in total.
+
+    Each document draws a number. Those with the lowest numbers are kept, as many as `max_bytes` need.
+    """
     rng = random.Random(seed)
+    kept: list[tuple[float, int, int, str]] = []  # heap of (-number, place, bytes, text), the highest number first
     size = 0
-    for seen, text in enumerate(Progress(documents, desc="reading", unit=" documents", disable=quiet), start=1):
-        if size < max_bytes:
-            kept.append(text)
-            size += len(text.encode())
-        # The new text replaces a kept one with probability len(kept) / seen, so all texts have the same chance.
-        elif (slot := rng.randrange(seen)) < len(kept):
-            kept[slot] = text
-    return kept
+    for place, text in enumerate(Progress(documents, desc="reading", unit=" documents", disable=quiet)):
+        num_bytes = len(text.encode())
+        size += num_bytes
+        heapq.heappush(kept, (-rng.random(), place, num_bytes, text))
+        while size - kept[0][2] >= max_bytes:  # the other documents suffice
+            size -= heapq.heappop(kept)[2]
+    kept.sort(key=itemgetter(1))
+    return [text for *_, text in kept]
 
 
 def main(args: argparse.Namespace) -> None:
@@ -59,7 +64,8 @@ def main(args: argparse.Namespace) -> None:
             raise unreadable_error(line)
         bad_line_numbers.append(line.line)
 
-    documents = read_texts(find_files(args.input, args.encoding), args.json_key, max_document_bytes(args), on_bad)
+    sources = find_files(args.input, args.encoding)
+    documents = read_texts(sources, args.json_key, max_document_bytes(args), on_bad, args.seed)
     corpus = sample_documents(documents, args.max_mb * 10**6, args.seed, args.quiet)
     if not any(text.strip() for text in corpus):
         raise InputError(f"no text in {', '.join(args.input)}")

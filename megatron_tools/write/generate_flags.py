@@ -89,7 +89,7 @@ def add_sampling_flags(parser: Parser) -> None:
         "--seed",
         type=int,
         default=1234,
-        help="seed of the samples; each prompt draws random numbers of its own (default: 1234)",
+        help="seed of the samples; each prompt draws random numbers of its own, equal prompts the same (default: 1234)",
     )
 
 

@@ -11,9 +11,10 @@ import pytest
 from numpy.typing import NDArray
 
 from data_utils import cli
-from data_utils.documents import chunks, documents
+from data_utils.documents import chunks, documents, read_texts
 from data_utils.draws import DRAWS
 from data_utils.files import Source
+from data_utils.train_tokenizer import sample_documents
 from megatron.data.indexed_dataset import IndexedDataset
 
 LINES = 4096
@@ -89,3 +90,27 @@ def test_a_journal_of_an_earlier_version_continues_with_its_draws(
     chosen = [zlib.crc32(f"1234/0/{at}".encode()) < 2**31 for at in offsets[:-1]]
     expected = sum(chosen[:150]) + sum(chosen[151:])
     assert IndexedDataset(str(tmp_path / "b_text_document")).num_documents == expected
+
+
+@pytest.mark.parametrize("longest_first", [False, True])
+def test_the_text_for_a_tokenizer_is_as_long_as_asked_for(longest_first: bool) -> None:
+    """Whatever the order of long and short documents, each is in the sample with the same probability."""
+    short = [f"{i:010}" for i in range(2000)]
+    long = [f"{i:01000}" for i in range(20)]
+    given = [*long, *short] if longest_first else [*short, *long]
+    counts = {10: 0, 1000: 0}
+    for seed in range(40):
+        sample = sample_documents(iter(given), 20_000, seed, quiet=True)
+        assert sample == [text for text in given if text in set(sample)], "in the order of the input"
+        assert 20_000 <= sum(map(len, sample)) < 21_000
+        for text in sample:
+            counts[len(text)] += 1
+    # 20,000 of 40,000 bytes are half of the documents of each kind.
+    assert counts[10] / (40 * 2000) == pytest.approx(0.5, abs=0.05)
+    assert counts[1000] / (40 * 20) == pytest.approx(0.5, abs=0.09)
+    assert sample_documents(iter(given), 10**6, 1, quiet=True) == given
+
+
+def test_a_tokenizer_reads_the_half_that_a_corpus_does(lines: Path) -> None:
+    half = Source(str(lines), 0.5)
+    assert [int(text) for text in read_texts([half], seed=7)] == np.flatnonzero(taken(lines, 7)).tolist()
