@@ -2,11 +2,13 @@
 
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
 import torch
+
+CPU = torch.device("cpu")
 
 
 def derive_seed(*parts: object) -> int:
@@ -26,15 +28,13 @@ def seed_generators(seed: int, accelerators: bool = True) -> None:
 
 
 @contextmanager
-def keep_random_state(devices: Sequence[int] | None = None) -> Iterator[None]:
-    """Restore the generators of torch, NumPy and Python at the end of the block.
-
-    devices: numbers of the accelerators whose generators are restored, too; None for all.
-    """
+def keep_random_state(device: torch.device = CPU) -> Iterator[None]:
+    """Restore the generators of torch (for the CPU and `device`), NumPy and Python at the end of the block."""
+    devices = [] if device.type == "cpu" else [device]
     python_state = random.getstate()
     numpy_state = np.random.get_state()
     try:
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(devices, device_type=device.type):
             yield
     finally:
         random.setstate(python_state)

@@ -21,7 +21,7 @@ class Endless(Dataset[Any]):
     def __getitems__(self, numbers: list[int]) -> list[Any]:
         """Return the samples of a micro-batch. torch's loader calls this instead of `__getitem__`."""
         samples = []
-        with keep_random_state(devices=[]):
+        with keep_random_state():
             for n in numbers:
                 seed_generators(derive_seed(self.seed, "sample", n), accelerators=False)
                 samples.append(self[n])

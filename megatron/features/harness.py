@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..packages import pip_install
+from ..ranks.device import current_device
 from ..seeds import keep_random_state
 from ..tokenizer import Tokenizer
 from .scoring import Request, Scored
@@ -169,7 +170,7 @@ def evaluate_tasks(
         loglikelihood_rolling = staticmethod(model.loglikelihood_rolling)
         generate_until = staticmethod(model.generate_until)
 
-    with keep_random_state():  # lm-eval seeds the generators
+    with keep_random_state(current_device()):  # lm-eval seeds the generators
         output = simple_evaluate(
             model=Adapter(), tasks=list(tasks), limit=limit, task_manager=manager, bootstrap_iters=0
         )

@@ -35,7 +35,7 @@ def bytes_per_target(run: Run, part: str, samples: range) -> dict[str, float]:
     # A single data set has no name.
     named = dataset if isinstance(dataset, Mapping) else {None: dataset}
     counts: Counts = defaultdict(lambda: [0, 0])
-    with keep_random_state():
+    with keep_random_state(run.device):
         for name, each in named.items():
             _count_samples(_samples(each, samples), name, corpora, run, counts, MAX_TARGETS)
     means = {}
@@ -58,7 +58,7 @@ def corpus_bytes_per_target(run: Run, part: str, name: str) -> float | None:
     counts: Counts = defaultdict(lambda: [0, 0])
     for each in getattr(dataset, "datasets", ()):
         if names.get(getattr(each, "prefix", "")) == name:
-            with keep_random_state():
+            with keep_random_state(run.device):
                 samples = _samples(each, range(MAX_SAMPLES))
                 _count_samples(samples, name, [], run, counts, MAX_TARGETS_OF_CORPUS)
     size, targets = counts[name]

@@ -51,6 +51,14 @@ def _sort_order(keys: Tensor) -> tuple[Tensor, Tensor]:
     return order, inverse
 
 
+def count_numbers(numbers: Tensor, length: int) -> Tensor:
+    """Return int64 [length]: how often each number below `length` is in `numbers` [m].
+
+    torch.bincount would make the host wait for the device twice, to read the smallest and the largest number.
+    """
+    return numbers.new_zeros(length).scatter_add_(0, numbers, torch.ones_like(numbers))
+
+
 def dispatch_to_experts(x: Tensor, experts: Tensor, num_experts: int, apply_experts: Apply, axis: mpu.Axis) -> Tensor:
     """Return the outputs [n, k, h] of the experts [n, k] of tokens x [n, h].
 
@@ -60,7 +68,7 @@ def dispatch_to_experts(x: Tensor, experts: Tensor, num_experts: int, apply_expe
     experts_per_token = experts.shape[1]
     row_experts = experts.flatten()
     order, inverse = _sort_order(row_experts)
-    counts = torch.bincount(row_experts, minlength=num_experts)  # rows of each expert
+    counts = count_numbers(row_experts, num_experts)  # rows of each expert
     rows = _permute_rows(x, order, inverse, experts_per_token)
     if axis.size == 1:
         outputs = apply_experts(rows, counts)
@@ -76,11 +84,12 @@ def _run_across_ranks(rows: Tensor, counts: Tensor, apply_experts: Apply, axis: 
     dist.all_to_all_single(received_counts, counts, group=axis.group)
     # [ranks, this rank's experts]: number of rows that each rank sends to each expert
     received_counts = received_counts.view(axis.size, -1)
-    local_experts = torch.arange(received_counts.shape[1], device=received_counts.device).repeat(axis.size)
-    row_experts = local_experts.repeat_interleave(received_counts.flatten())  # expert of each row that arrives
     sent_counts = counts.view(axis.size, -1).sum(1)
     # Numbers of rows to and from each rank, copied to the host at once.
     sends, receives = torch.stack([sent_counts, received_counts.sum(1)]).tolist()
+    local_experts = torch.arange(received_counts.shape[1], device=received_counts.device).repeat(axis.size)
+    # expert of each row that arrives; without the number of rows, the host would wait for the device again
+    row_experts = local_experts.repeat_interleave(received_counts.flatten(), output_size=sum(receives))
     # The rows arrive sorted by rank, then by expert; the experts need them sorted by expert only.
     order, inverse = _sort_order(row_experts)
     arrived = _permute_rows(mpu.exchange_rows(rows, sends, receives, axis), order, inverse)

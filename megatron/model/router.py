@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from megatron import mpu
 from megatron.config import ModelConfig
 
+from .dispatch import count_numbers
 from .text_tokens import Text
 
 
@@ -89,7 +90,7 @@ class Router(nn.Module):
         num_experts = len(self.step_tokens)
         if text is not None:
             experts = experts.masked_fill(~text.mask.unsqueeze(-1), num_experts)  # a number that no expert has
-        return torch.bincount(experts.flatten(), minlength=num_experts)[:num_experts]
+        return count_numbers(experts.flatten(), num_experts + 1)[:num_experts]
 
     def _jitter(self, x: Tensor) -> Tensor:
         with self.stream.rng.fork(self.stream.name, x.device, self.stream.split):

@@ -34,7 +34,7 @@ def broadcast_data(
         problem = find_problem(keys, data, datatype, None)  # nothing is sent, so any sizes are accepted
         if problem or data is None:
             raise ValueError(problem)
-        return {key: data[key].to(device) for key in keys}
+        return {key: to_device(data[key], device) for key in keys}
 
     problem = find_problem(keys, data, datatype, sizes) if axis.rank == 0 else ""
     valid_data = data if axis.rank == 0 and not problem else None
@@ -49,13 +49,20 @@ def broadcast_data(
     packed = torch.zeros(sum(counts), dtype=datatype, device=device)
     if valid_data is not None:
         is_valid = torch.ones(1, dtype=datatype, device=device)
-        torch.cat([is_valid, *(valid_data[key].reshape(-1).to(device) for key in keys)], out=packed)
+        torch.cat([is_valid, *(to_device(valid_data[key].reshape(-1), device) for key in keys)], out=packed)
     dist.broadcast(packed.view(torch.uint8), axis.first, group=axis.group)  # gloo and NCCL lack some dtypes
     if problem or (device.type == "cpu" and not packed[0]):
         raise ValueError(message)
 
     _, *flat_tensors = torch.split(packed, counts)
     return {key: flat.view(shape) for key, flat, shape in zip(keys, flat_tensors, shapes, strict=True)}
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on `device`. Copies from the host are queued, so the host need not wait for earlier work."""
+    if device.type == "cpu" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def default_device(axis: Axis) -> torch.device:
