@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megatron.config import Config
 from megatron.ranks.agreement import raise_on_all_ranks
+from megatron.ranks.errors import RunError
 from megatron.ranks.objects import broadcast_from_rank_0
 from megatron.ranks.rank_0 import is_rank_0, print_notes, print_rank_0
 from megatron.storage import to_path
@@ -17,7 +18,7 @@ from .leftovers import restore_replaced
 from .lookup import find_checkpoint, latest_checkpoint, numbered_checkpoints
 from .reader import CheckpointReader, plain_config
 from .state import TrainState
-from .wanted import Wanted
+from .wanted import Wanted, flags_of_loading
 
 
 class Start(NamedTuple):
@@ -33,9 +34,13 @@ def may_load_nothing(load: str, config: Config, save_dir: str | Path) -> bool:
     It may if `load` is a folder of this run itself, because one command then starts and resumes the run, but not with
     --exit-on-missing-checkpoint.
     """
+    return _is_own(load, config, save_dir) and not config.checkpoint.exit_on_missing_checkpoint
+
+
+def _is_own(load: str, config: Config, save_dir: str | Path) -> bool:
+    """Return whether --load names the run directory or the checkpoint folder of this run itself."""
     own_folders = {to_path(each).resolve() for each in (save_dir, config.log.run_dir) if each}
-    is_own = to_path(load).resolve() in own_folders
-    return is_own and not config.checkpoint.exit_on_missing_checkpoint
+    return to_path(load).resolve() in own_folders
 
 
 def find_start(config: Config, save_dir: str) -> Start:
@@ -54,18 +59,29 @@ def find_start(config: Config, save_dir: str) -> Start:
             restore_replaced(to_path(save_dir))
             path = latest_checkpoint(to_path(save_dir))
     path = broadcast_from_rank_0(path)
-    wanted = Wanted.from_config(config, beside_load=path is not None and bool(load))
-    if not load:
-        return Start(path, wanted)
-    if path is not None:
-        print_rank_0(f"--load {load} is ignored: this run resumes from its own checkpoint {path}")
-    elif may_load_nothing(load, config, save_dir):
+    # --load that names the folder of this run itself, as in Megatron-LM's commands, is the run's own checkpoint.
+    ignores_load = load is not None and path is not None and not _is_own(load, config, save_dir)
+    if ignores_load:
+        ignored = " ".join([f"--load {load}", *flags_of_loading(config.checkpoint)])
+        print_rank_0(f"{ignored}: ignored, as this run resumes from its own checkpoint {path}")
+    elif path is not None and config.checkpoint.finetune:
+        raise RunError(
+            f"--finetune would start again from {path} at each restart, as --load {load} is the folder of this run "
+            f"itself; pass another --save, or leave --finetune out to resume"
+        )
+    elif load and path is None:
+        path = _checkpoint_of_load(load, config, save_dir)
+    return Start(path, Wanted.from_config(config, ignores_load))
+
+
+def _checkpoint_of_load(load: str, config: Config, save_dir: str) -> Path | None:
+    """Return the checkpoint that --load names, or None, with a note, if this run may begin without it."""
+    if may_load_nothing(load, config, save_dir):
         print_rank_0(f"note: --load {load} holds no checkpoint yet: the run begins with new weights")
-    else:
-        with raise_on_all_ranks():
-            path = find_checkpoint(load) if is_rank_0() else None
-        path = broadcast_from_rank_0(path)
-    return Start(path, wanted)
+        return None
+    with raise_on_all_ranks():
+        path = find_checkpoint(load) if is_rank_0() else None
+    return broadcast_from_rank_0(path)
 
 
 def resumed_position(start: Start) -> tuple[int, int]:

@@ -9,8 +9,10 @@ import torch
 from tds.schedule import ScheduleError, find_schedule, make_plan
 from tds.timetable import check_plan
 
-from ..checkpointing import CheckpointReader, find_start
+from ..checkpointing import CheckpointReader, TrainState, find_start, plain_config
+from ..checkpointing.consumed import hash_samples, initial_hash
 from ..checkpointing.contradictions import refuse_contradictions
+from ..checkpointing.data_plan import with_consumed_data
 from ..checkpointing.resume import Start, resumed_position
 from ..config import Config
 from ..config.command_line import with_values
@@ -27,7 +29,7 @@ from ..tokenizer import Tokenizer
 from ..training import run_folder
 from ..training.data_ranks import open_datasets
 from ..training.global_vars import publish
-from ..training.inputs import require_inputs
+from ..training.inputs import reads_corpora, require_inputs
 from ..training.setup import new_run_dir, prepare_settings
 from ..training.task import Task
 
@@ -73,9 +75,15 @@ def check_run(task: Task, config: Config, ranks: int) -> None:
     _check_schedule(config)
     folder = run_folder.save_dir_of(config, run_dir)
     start = find_start(config, str(folder))
+    local_config = with_consumed_data(local_config, start.path, start.wanted, reads_corpora(task))
     datasets = open_datasets(task, local_config, tokenizer, start)
     print_rank_0(f"data: the first sample has {_shapes(datasets[0])}")
     _check_start(start, config, run_dir, tokenizer)
+    if start.path is not None and start.wanted.position:
+        reader = CheckpointReader(start.path)
+        state = TrainState.from_dict(reader.state)
+        initial_value = initial_hash(local_config)
+        hash_samples(initial_value, state, plain_config(reader), local_config, datasets[0], start.wanted)
     if isinstance(folder, RemotePath):
         print_rank_0(f"note: {folder} is object storage, which the dry run does not write to")
     else:

@@ -193,6 +193,7 @@ ROWS = (
     Row("--no-create-attention-mask-in-dataloader", NoEffect("samples never contain attention masks")),
     Row("--pretrained-checkpoint", Translated({"load": user_value, "finetune": True}), str),
     Row("--use-checkpoint-args", Refused("pass --config with the config.json of the run that wrote the checkpoint")),
+    Row("--ckpt-step", Refused("name the checkpoint itself, as in --load runs/mine/checkpoints/iter_0000200"), int),
     Row("--ckpt-format --dist-ckpt-format", _ONE_FORMAT, str),
     Row(
         "--use-dist-ckpt --auto-detect-ckpt-format --ckpt-fully-parallel-save --ckpt-fully-parallel-load "

@@ -275,3 +275,16 @@ def test_a_missing_checkpoint_ends_the_first_start_if_it_must_exist(folder: str,
     assert find_start(parse(flags), save).path is None
     with pytest.raises(RunError, match=f"--load {save}"):
         find_start(parse([*flags, "--exit-on-missing-checkpoint"]), save)
+
+
+def test_a_load_of_the_run_itself_keeps_the_flags_of_loading(before: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Megatron-LM's commands name one folder by --save and --load; another --load only counts for the first start."""
+    save = str(before / "checkpoints")
+    flags = ["--save", save, "--no-load-optim"]
+    for own in (save, str(before)):
+        assert not find_start(parse([*flags, "--load", own, "--run-dir", str(before)]), save).wanted.optimizer
+        with pytest.raises(RunError, match="--finetune"):
+            find_start(parse([*flags, "--load", own, "--run-dir", str(before), "--finetune"]), save)
+    assert capsys.readouterr().out == ""
+    assert find_start(parse([*flags, "--load", "elsewhere"]), save).wanted.optimizer
+    assert "--load elsewhere --no-load-optim" in capsys.readouterr().out

@@ -123,3 +123,21 @@ def test_a_dry_run_looks_for_the_checkpoint_where_the_run_does(tiny_data: str, v
     assert "no mistake" in new
     assert "--hidden-size is 32 in the checkpoint and 16 in this run" in other_model
     assert f"--save {tmp_path}/saved" in without_save
+
+
+def _dry_runs_after_a_run(folder: str, flags: str, changes: list[str]) -> list[str]:
+    with remembered_groups() as begin:
+        begin()
+        with contextlib.redirect_stdout(io.StringIO()):
+            run(GPT2(), flags.split(), exit=False)
+    return _dry_runs(folder, [f"{flags} --dry-run 1 {change}" for change in changes])
+
+
+def test_a_dry_run_compares_the_consumed_samples(tiny_data: str, vocab_file: str, tmp_path: Path) -> None:
+    flags = f"{SIZES} --seq-length 24 --data-path {tiny_data} --vocab-file {vocab_file} --run-dir {tmp_path / 'run'}"
+    changes = ["", "--seed 5", "--seed 5 --override-data", f"--load {tmp_path / 'run'} --no-load-optim"]
+    ((same, other_seed, overridden, without_moments),) = on_ranks(
+        1, _dry_runs_after_a_run, str(tmp_path), f"{flags} --eval-iters 0", changes
+    )
+    assert "no mistake" in same and "no mistake" in overridden and "no mistake" in without_moments
+    assert "--override-data" in other_seed and "no mistake" not in other_seed

@@ -132,6 +132,8 @@ CHINESE = {
     "give --data-path; to try a run, preprocess corpus/sample.jsonl": "给出 --data-path；试运行可用 corpus/sample.jsonl 预处理",
     "name corpora with --data-path, or with --train-data-path, "
     "--valid-data-path and --test-data-path": "语料由 --data-path、--train-data-path 等给出",
+    "name the checkpoint itself, as in --load runs/mine/checkpoints/iter_0000200": "用 --load 指出这个检查点，例如"
+    " runs/mine/checkpoints/iter_0000200",
     "pass --config with the config.json of the run that wrote the checkpoint": "用 --config 给出那次运行的 config.json",
     # Notes on keys of JSON files.
     "the gated MLP of Llama": "带门控，与 Llama 相同",
