@@ -13,6 +13,7 @@ corpora have so few samples, the block grows, and those with less than half of t
 `blend_sets` and `blend_training_set` combine the data sets of corpora into those of a run.
 """
 
+import copy
 import heapq
 import math
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from torch.utils.data import Dataset
 
 from .corpus_dataset import CorpusDataset, WrappedDataset
 from .corpus_paths import Paths, stages_in
+from .fingerprints import corpus_fingerprint
 
 LARGEST_BLOCK = 1 << 16
 # A corpus with fewer samples than this in a block of LARGEST_BLOCK samples goes to the second blend. Rounding the
@@ -263,6 +265,19 @@ def label_corpus(dataset: Any, prefix: str, prefixes: Sequence[str]) -> Any:
     return NumberedCorpus(dataset, prefixes.index(prefix)) if len(prefixes) > 1 else dataset
 
 
+def with_own_draws(dataset: Any) -> Any:
+    """Return a copy of a corpus's data set whose random choices also depend on the content of the corpus.
+
+    Without it, sample n of each corpus of a blend draws the same random numbers, and a batch has many such samples.
+    """
+    own = copy.copy(dataset)
+    if isinstance(dataset, NumberedCorpus):
+        own.dataset = with_own_draws(dataset.dataset)
+    elif isinstance(dataset, CorpusDataset) and dataset.seed:
+        own.seed = [*dataset.seed, int(corpus_fingerprint(dataset.prefix), 16)]
+    return own
+
+
 def blend_training_set(sets: NamedSets, paths: Paths) -> Any:
     """Return the training data set: the blend of the corpora of `paths`, or one that changes at each data stage."""
     stages = stages_in(paths)
@@ -290,6 +305,6 @@ def _blend(members: Sequence[Member]) -> Any:
     """Return a blend of corpora, which without weights count by their numbers of samples, or the only corpus."""
     if len(members) == 1:
         return members[0].dataset
-    datasets = [member.dataset for member in members]
+    datasets = [with_own_draws(member.dataset) for member in members]
     weights = [member.weight or str(member.dataset.samples_per_epoch) for member in members]
     return BlendedDataset(datasets, weights)

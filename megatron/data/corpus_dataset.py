@@ -1,6 +1,6 @@
 """Base classes of data sets: samples of one corpus in a certain order, and a wrapper around another data set."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,10 +19,11 @@ class CorpusDataset(Dataset[dict[str, Tensor]]):
     """Base of the data sets of one corpus. Sample n exists for any n >= 0.
 
     prefix: prefix of the corpus; `build_datasets` sets it. documents: numbers of the documents that the samples use.
-    order: order of the samples.
+    order: order of the samples. seed: seed of the random choices in samples, such as masks; () if there are none.
     """
 
     prefix = ""
+    seed: Sequence[int] = ()
     documents: range
     order: "SampleOrder | PackedOrder"
     _documents_read = 0  # documents read since the last refresh

@@ -41,9 +41,10 @@ class GPT2Dataset(CorpusDataset):
         self.fim = fim
         self.prefixes = prefixes
         self.seq_length = seq_length
-        # Prefixes and fill-in-the-middle ("gaps") draw from different random streams.
-        stream = "prefixes" if prefixes else "gaps"
-        self.seed = [seed, *f"{part} {stream}".encode()]  # numpy seeds a generator with a list of integers
+        if fim or prefixes:
+            # Prefixes and fill-in-the-middle ("gaps") draw from different random streams.
+            stream = "prefixes" if prefixes else "gaps"
+            self.seed = [seed, *f"{part} {stream}".encode()]  # numpy seeds a generator with a list of integers
         self.windows = Windows(indexed, documents, seq_length, seed, part, vocab_size=vocab_size)
         self.order = self.windows.order
         self.documents = documents

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..config.data_stages import Stage
-from .blend import BlendedDataset
+from .blend import BlendedDataset, with_own_draws
 from .fingerprints import content_fingerprint
 from .indexed_dataset import DatasetError
 
@@ -63,6 +63,7 @@ class StagedDataset(Dataset[dict[str, Tensor]]):
         self.begins = [begin for begin, _ in stages]
         self._stages: list[_StageBlend] = []
         read_before = np.zeros(len(datasets), np.int64)
+        blended_datasets = list(map(with_own_draws, datasets))
         for begin, weights in stages:
             # Count what the previous stage reads from each of its corpora before this stage begins.
             if self._stages:
@@ -73,7 +74,9 @@ class StagedDataset(Dataset[dict[str, Tensor]]):
                 read_before[previous.members] += previous.blend.consumed_per_corpus(begin - previous.begin)
 
             members = np.array(list(weights), np.int64)
-            stage_datasets = [self.datasets[i] for i in members]
+            # A stage of one corpus draws as a run of this corpus does, whatever the other stages are.
+            sources = blended_datasets if len(members) > 1 else self.datasets
+            stage_datasets = [sources[i] for i in members]
             blend = BlendedDataset(stage_datasets, list(weights.values()))
             self._stages.append(_StageBlend(begin, members, blend, read_before))
 
@@ -98,8 +101,10 @@ class StagedDataset(Dataset[dict[str, Tensor]]):
         return corpus, int(stage.read_before[corpus]) + number
 
     def __getitem__(self, n: int) -> dict[str, Tensor]:
-        corpus, number = self.locate(n)
-        sample: dict[str, Tensor] = self.datasets[corpus][number]
+        stage = self._stages[self._stage_index(int(n))]
+        member, number = stage.blend.locate(int(n) - stage.begin)
+        first_number = int(stage.read_before[stage.members[member]])
+        sample: dict[str, Tensor] = stage.blend.datasets[member][first_number + number]
         return sample
 
     def consumed_per_corpus(self, samples: int) -> list[int]:

@@ -1,9 +1,11 @@
 """After any number of samples, a blend has the right share of each corpus; a hash identifies the samples read."""
 
+import pickle
 import re
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,12 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_utils.indexed_writer import IndexedDatasetBuilder
+from megatron.config.data_stages import StagedCorpora, parse_stages
 from megatron.data.blend import BlendedDataset, block_quotas, order_block, rare_corpora
 from megatron.data.corpora import build_datasets
 from megatron.data.corpus_paths import parse_blend, prefixes_of
+from megatron.data.fim import FillInTheMiddle
 from megatron.data.gpt2_dataset import build_train_valid_test_datasets
 from megatron.data.indexed_dataset import DatasetError
+from megatron.data.prefixes import Prefixes
 from megatron.data.sample_hash import extend_hash
+from megatron.data.t5_dataset import Objective, Specials
+from megatron.data.t5_dataset import build_train_valid_test_datasets as build_t5
 from tests.sentences import SENTENCES
 
 
@@ -199,6 +206,45 @@ def test_paths(tmp_path: Path) -> None:
     (train, valid, test), _ = build_train_valid_test_datasets({"train": (a,), "valid": (b,)}, "1", 16, seed=1)
     assert train is not None and int(train[0]["text"].max()) < 1000
     assert valid is not None and int(valid[0]["text"].min()) >= 1000
+
+
+def draws(kind: str, paths: Any) -> dict[str, list[list[bool]]]:
+    """Return by corpus, "a" or "b", where its samples among the first 80 have special tokens or a prefix."""
+    special = 60_000
+    if kind == "t5":
+        specials = Specials(special, special, tuple(range(special + 1, special + 30)))
+        (train, _, _), _ = build_t5(paths, "1", Objective(), 32, None, specials, 1)
+    else:
+        fim = FillInTheMiddle(0.5, 0.5, special, special, special, special) if kind == "fim" else None
+        prefixes = None if fim else Prefixes(special, by_document=False)
+        (train, _, _), _ = build_train_valid_test_datasets(paths, "1", 32, 1, None, fim, prefixes)
+    found: dict[str, list[list[bool]]] = {"a": [], "b": []}
+    for n in range(80):
+        sample = pickle.loads(pickle.dumps(train))[n] if n == 79 else train[n]  # a data worker gets such a copy
+        text = sample["encoder" if kind == "t5" else "text"]
+        name = "a" if int(text[text < special].max()) < 1000 else "b"
+        found[name].append((sample["prefixes"] > 0 if kind == "prefixes" else text >= special).tolist())
+    return found
+
+
+@pytest.mark.parametrize("kind", ["fim", "prefixes", "t5"])
+def test_corpora_of_a_blend_draw_independently(kind: str, tmp_path: Path) -> None:
+    """Corpora with documents of equal lengths have other masks; they keep them if moved, swapped or weighted."""
+    for start, folder, name in ((0, "", "a"), (1000, "", "b"), (0, "moved", "c")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        with IndexedDatasetBuilder(tmp_path / folder / name, np.uint16) as builder:
+            for _ in range(9):
+                builder.add_document(start + np.arange(300))
+    a, b, c = str(tmp_path / "a"), str(tmp_path / "b"), str(tmp_path / "moved/c")
+    alone = draws(kind, a)["a"]
+    blend = draws(kind, [a, b])
+    assert np.mean([x == y for x, y in zip(blend["a"], blend["b"], strict=True)]) < 0.5
+    assert np.mean([x == y for x, y in zip(blend["a"], alone, strict=False)]) < 0.5
+    assert draws(kind, {"train": [a], "valid": [b]})["a"] == alone, "a blend of one corpus is no blend"
+    other = draws(kind, ["3", b, "1", c])
+    assert other["a"] == blend["a"][:20] and other["b"][:40] == blend["b"]
+    staged = draws(kind, StagedCorpora(parse_stages([f"0: {a}; 20: {b} {a}"]), None))
+    assert staged == {"a": alone[:20] + blend["a"][20:] + staged["a"][40:], "b": blend["b"][:30]}
 
 
 BAD_BLENDS = ["0.7 a 0.3", "-1 a 2 b", "0 a 1 b", "0.5 a inf b", "inf a 1 b", "1e999 a 1 b"]
