@@ -10,6 +10,7 @@ from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
+from .. import mpu
 from ..ranks.rank_0 import is_rank_0
 from ..training.feature import Feature
 from ..training.run_state import Run
@@ -49,10 +50,14 @@ class BitsPerByte(Feature):
 
         stages = stage_begins(self._run.datasets[0]) if part == "train" else ()
         begins = stages or [0]  # without stages, all samples are counted together
+        train = self._run.config.train
+        end_of_part = sys.maxsize
+        if part != "train":  # the samples of an evaluation, each of which counts in its loss
+            end_of_part = train.eval_iters * train.gas * train.batch_size * mpu.get_mesh().share.size
         samples = self._samples
         known: dict[str, float] = {}
         total = 0.0
-        for begin, end in pairwise([*begins, sys.maxsize]):
+        for begin, end in pairwise([*begins, end_of_part]):
             # Of the row's samples 80 to 119, a stage of samples 0 to 99 has 20, and the next stage has 20.
             count = min(end, samples.stop) - max(begin, samples.start)
             if stages and count <= 0:

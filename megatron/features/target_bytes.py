@@ -1,9 +1,11 @@
 """Bytes of text of the targets of a data set, counted by rank 0 in the first samples."""
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..data.corpus_paths import corpus_names, prefixes_of
@@ -14,10 +16,10 @@ from ..training.run_state import Run
 from .corpus_losses import configured_corpora
 
 CORPUS_KEY = "corpus"  # key of the number of a sample's corpus, see `NumberedCorpus`
-# Of a data set whose bytes are counted
+MAX_SAMPLES = 1_000  # of up to this many samples, all are counted
+# If there are more samples, counting ends after this many targets.
 MAX_TARGETS = 200_000
 MAX_TARGETS_OF_CORPUS = 20_000  # if a corpus is counted alone
-MAX_SAMPLES = 1_000
 
 Counts = defaultdict[str, list[int]]  # name -> [bytes, targets]
 
@@ -25,7 +27,7 @@ Counts = defaultdict[str, list[int]]  # name -> [bytes, targets]
 def bytes_per_target(run: Run, part: str, samples: range) -> dict[str, float]:
     """Return the mean bytes of a target of `train`, `valid` or `test`, under "", and of each named set or corpus.
 
-    samples: numbers of the samples of each data set, of which the first ones are counted.
+    samples: numbers of the samples of each data set; of more than MAX_SAMPLES, the first ones are counted.
     The result is empty if there is no such data set, or if its samples have a form that is not known.
     """
     dataset = run.datasets[PARTS.index(part)] if part in PARTS else None
@@ -35,9 +37,10 @@ def bytes_per_target(run: Run, part: str, samples: range) -> dict[str, float]:
     # A single data set has no name.
     named = dataset if isinstance(dataset, Mapping) else {None: dataset}
     counts: Counts = defaultdict(lambda: [0, 0])
+    max_targets = MAX_TARGETS if len(samples) > MAX_SAMPLES else sys.maxsize
     with keep_random_state(run.device):
         for name, each in named.items():
-            _count_samples(_samples(each, samples), name, corpora, run, counts, MAX_TARGETS)
+            _count_samples(_samples(each, samples), name, corpora, run, counts, max_targets)
     means = {}
     for name, (size, targets) in counts.items():
         if targets:
@@ -59,7 +62,7 @@ def corpus_bytes_per_target(run: Run, part: str, name: str) -> float | None:
     for each in getattr(dataset, "datasets", ()):
         if names.get(getattr(each, "prefix", "")) == name:
             with keep_random_state(run.device):
-                samples = _samples(each, range(MAX_SAMPLES))
+                samples = _samples(each, range(sys.maxsize))
                 _count_samples(samples, name, [], run, counts, MAX_TARGETS_OF_CORPUS)
     size, targets = counts[name]
     return size / targets if targets else None
@@ -94,35 +97,43 @@ def _count_samples(
 
 
 def _samples(dataset: Any, samples: range) -> Iterator[Mapping[str, Any]]:
-    """Yield the first of the numbered samples of a data set, none if they are not mappings.
+    """Yield the numbered samples of a data set, of more than MAX_SAMPLES the first ones, up to one of an unknown form.
 
-    An endless data set repeats its text after an epoch, so no more samples are read than its corpora have.
+    An endless data set repeats its text after an epoch, so an estimate reads no more samples than its corpora have.
     """
-    size = 0
-    for corpus in getattr(dataset, "datasets", [dataset]):
-        size += getattr(corpus, "samples_per_epoch", MAX_SAMPLES)
-    for index in samples[: min(size, MAX_SAMPLES)]:
+    if len(samples) > MAX_SAMPLES:
+        size = 0
+        for corpus in getattr(dataset, "datasets", [dataset]):
+            size += getattr(corpus, "samples_per_epoch", MAX_SAMPLES)
+        samples = samples[: min(size, MAX_SAMPLES)]
+    for index in samples:
         try:
             sample = dataset[index]
         except IndexError:
             return
-        if not isinstance(sample, Mapping):
+        if not _has_known_form(sample):
             return
         yield sample
 
 
+def _has_known_form(sample: Any) -> bool:
+    """Return whether `bytes_of_targets` accepts a sample; the text of a custom one may be a string, for example."""
+    if not isinstance(sample, Mapping):
+        return False
+    ids = sample.get("labels" if "loss_mask" in sample else "text", 0)
+    return np.ndim(ids) == 1
+
+
 def bytes_of_targets(sample: Mapping[str, Any], tokenizer: Tokenizer, eod_mask_loss: bool = False) -> tuple[int, int]:
-    """Return (bytes of UTF-8 of a sample's targets, number of its targets); (0, 0) for samples of an unknown form.
+    """Return (bytes of UTF-8 of a sample's targets, number of its targets).
 
     A sample has `labels` and `loss_mask`, or `text`, in which each token but the first is a target, unless it follows
     an end-of-document token with `eod_mask_loss`, or belongs to a prefix (`prefixes`).
     """
-    if "labels" in sample and "loss_mask" in sample:
+    if "loss_mask" in sample:
         is_target = torch.as_tensor(sample["loss_mask"]) > 0
         ids = torch.as_tensor(sample["labels"])[is_target].tolist()
         return _text_bytes(ids, tokenizer), len(ids)
-    if "text" not in sample:
-        return 0, 0
     text = torch.as_tensor(sample["text"])
     is_target = torch.ones(len(text), dtype=torch.bool)
     if eod_mask_loss:

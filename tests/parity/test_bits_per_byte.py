@@ -69,6 +69,13 @@ def test_bytes_are_those_of_the_text(ranks: int, layout: str, tmp_path: Path, vo
     for split in ("train", "valid"):
         (size, *others) = sizes_of(rows, split)
         assert min(sizes) < size < max(sizes) and others == pytest.approx([size] * len(others))
+    # The bytes of an evaluation are those of its 2 batches of 2 x 2 samples.
+    tokenizer = load_tokenizer(vocab_file)
+    (_, valid, _), _ = GPT2().datasets(parse(flags.split(), GPT2.defaults, 1), tokenizer)
+    evaluated = [valid["zh"][n]["text"].tolist()[1:] for n in range(8)]
+    texts = [tokenizer.decode([i for i in ids if i != tokenizer.eod]) for ids in evaluated]
+    text = "".join(texts).replace("\ufffd", "?")  # one byte of a character that a sample cuts
+    assert sizes_of(rows, "valid/zh")[0] == pytest.approx(len(text.encode()) / (8 * 64))
 
 
 def test_counting_changes_no_random_numbers(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
@@ -109,6 +116,19 @@ def test_masked_targets_have_no_bytes(
     if prefixes is not None:
         sample["prefixes"] = np.array(prefixes)
     assert target_bytes.bytes_of_targets(sample, tokenizer, eod_mask_loss) == expected
+
+
+@pytest.mark.parametrize("sample", [7, {"x": [1, 2]}, {"text": "words"}, {"labels": 3, "loss_mask": 1}])
+def test_of_an_unknown_form_one_sample_is_read(sample: Any) -> None:
+    reads: list[int] = []
+
+    class Custom:
+        def __getitem__(self, n: int) -> Any:
+            reads.append(n)
+            return sample
+
+    run: Any = SimpleNamespace(datasets=(Custom(), None, None), tokenizer=SimpleNamespace(), config=parse([]))
+    assert target_bytes.bytes_per_target(run, "train", range(10**9)) == {} and reads == [0]
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "t.model"])
