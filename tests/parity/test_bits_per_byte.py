@@ -16,6 +16,7 @@ from megatron.checkpointing import TrainState
 from megatron.config.command_line import parse
 from megatron.features import target_bytes
 from megatron.features.bits_per_byte import BitsPerByte
+from megatron.seeds import CPU
 from megatron.tasks.gpt2 import GPT2
 from megatron.tokenizer import load_tokenizer
 from tests.materials import SAMPLE
@@ -127,7 +128,9 @@ def test_of_an_unknown_form_one_sample_is_read(sample: Any) -> None:
             reads.append(n)
             return sample
 
-    run: Any = SimpleNamespace(datasets=(Custom(), None, None), tokenizer=SimpleNamespace(), config=parse([]))
+    run: Any = SimpleNamespace(
+        device=CPU, datasets=(Custom(), None, None), tokenizer=SimpleNamespace(), config=parse([])
+    )
     assert target_bytes.bytes_per_target(run, "train", range(10**9)) == {} and reads == [0]
 
 
@@ -160,7 +163,7 @@ def test_each_data_stage_has_its_own_bytes(tmp_path: Path, vocab_file: str) -> N
     config = parse([*flags.split(), "--vocab-file", vocab_file, *stages], GPT2.defaults, 1)
     datasets, _ = GPT2().datasets(config, tokenizer)
     state = TrainState()
-    run: Any = SimpleNamespace(datasets=datasets, tokenizer=tokenizer, config=config, state=state)
+    run: Any = SimpleNamespace(device=CPU, datasets=datasets, tokenizer=tokenizer, config=config, state=state)
     feature = BitsPerByte()
     feature.start(run)
 
@@ -195,7 +198,9 @@ def test_a_corpus_that_the_counted_samples_lack_is_counted_alone(
     tokenizer = load_tokenizer(vocab_file)
     datasets, _ = GPT2().datasets(config, tokenizer)
     feature = BitsPerByte()
-    feature.start(SimpleNamespace(datasets=datasets, tokenizer=tokenizer, config=config, state=TrainState()))  # type: ignore[arg-type]
+    feature.start(
+        SimpleNamespace(device=CPU, datasets=datasets, tokenizer=tokenizer, config=config, state=TrainState())
+    )  # type: ignore[arg-type]
     row: dict[str, Any] = {"split": "train/zh", "lm_loss": math.log(2)}
     feature.extend(row)
     assert 1 / row["bits_per_byte"] == pytest.approx(size, rel=0.05)
