@@ -20,7 +20,7 @@ from .mesh import Axis, Options
 from .parameters import spec_of
 from .sequence import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
 
-# Matmuls with fewer rows mostly wait for the weight; torch's own kernel is as fast as any that does not reorder it.
+# Matmuls with fewer rows mostly wait for the weight, so what was measured with more rows does not hold for them.
 MIN_ROWS = 32
 
 
