@@ -14,6 +14,7 @@ from megatron.config import Config
 from megatron.model.layers import global_parameters
 from megatron.ranks.accelerators import ranks_on_machine
 from megatron.ranks.agreement import raise_on_all_ranks, require_equal_values
+from megatron.ranks.rank_0 import print_notes
 from tds import optimizer_state as zero_state
 from tds.average import AVERAGE
 
@@ -57,7 +58,18 @@ def load_checkpoint(path: Path, engine: Any, config: Config, fingerprint: str, w
     restore_buffers(reader, engine.module)
     if wanted.rng and reader.rng_seed is not None:
         mpu.get_rng().seed = reader.rng_seed
+    if wanted.position:
+        print_notes(_notes_on_flags(reader, wanted))
     return TrainState.from_dict(reader.state) if wanted.position else TrainState()
+
+
+def _notes_on_flags(reader: CheckpointReader, wanted: Wanted) -> Iterator[str]:
+    """Yield a note for each of --no-load-optim and --no-load-rng that discards something: each start does so again."""
+    advice = f"of {reader.path} is not loaded; leave the flag out once this run has saved a checkpoint"
+    if not wanted.optimizer and reader.optimizer["moments"]:
+        yield f"--no-load-optim: the optimizer state (step {reader.optimizer['step']}) {advice}"
+    if not wanted.rng and reader.rng_seed not in (None, mpu.get_rng().seed):
+        yield f"--no-load-rng: the dropout seed {advice}"
 
 
 def _load_tensors(reader: CheckpointReader, engine: Any, wanted: Wanted) -> None:
