@@ -9,14 +9,14 @@ from megatron.tokenizer import load_tokenizer
 
 def load_config(run_dir: str) -> Config:
     """Return the settings of a run. Raises ValueError if `run_dir` is not the folder of a run."""
-    from megatron.checkpointing.relocation import relocated
+    from megatron.checkpointing.relocation import with_own_tokenizer
     from megatron.config.command_line import from_file, read_json, refuse_removed
 
     path = Path(run_dir) / "config.json"
     if not path.is_file():
         raise ValueError(f"{path} does not exist: --run-dir {run_dir} is not the folder of a run")
     refuse_removed(read_json(str(path)), path)
-    return relocated(from_file(str(path)), path.parent)
+    return with_own_tokenizer(from_file(str(path)), path.parent)
 
 
 def load_datasets(config: Config) -> tuple[Any, Any]:

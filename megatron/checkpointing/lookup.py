@@ -1,12 +1,12 @@
 """Lookup of the newest checkpoint in a folder or a run directory."""
 
-import os
 import re
 from pathlib import Path
 
 from ..atomic import why_missing
+from ..config.places import relocated
 from ..json_text import read_json
-from ..storage import RemotePath, is_url, to_path
+from ..storage import RemotePath, to_path
 from .checksums import BLAKE3, SHA256
 from .files import INDEX, CheckpointError, sums_file
 
@@ -111,9 +111,8 @@ def save_folder_of(run_dir: Path) -> Path | None:
         if not saved:
             return None
         old_run_dir = settings.get("log", {}).get("run_dir")
-        if old_run_dir and not is_url(saved):
-            inside = os.path.relpath(saved, old_run_dir)  # begins with .. if it is not inside
-            return to_path(saved) if inside.startswith("..") else run_dir / inside
+        if old_run_dir:
+            saved = relocated({"save": saved}, old_run_dir, str(run_dir))["save"]
         return to_path(saved)
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -1,23 +1,18 @@
 """Support for moving and copying a run directory.
 
-The tokenizer's files are copied next to the checkpoints. When a run directory has moved, paths in the settings that
-point into it are replaced by the new ones. A fingerprint identifies each corpus wherever its files are.
+The tokenizer's files are copied next to the checkpoints. A fingerprint identifies each corpus wherever its files are.
+`config/settings_files.py` replaces paths into a run directory that has moved.
 """
 
 import hashlib
 import json
-import os
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from ..atomic import atomic_folder, copy_file, remove, write_text
 from ..config import Config
-from ..config.data_stages import replace_prefixes
-from ..data.corpus_paths import renamed
-from ..storage import RemotePath, is_url
+from ..storage import RemotePath
 from ..tokenizer.load import VOCAB_FILES, find_vocab_file, has_vocab_file
 from ..tokenizer.sibling_files import (
     GENERATION,
@@ -157,29 +152,7 @@ def _download_tokenizer(folder: RemotePath) -> Path:
     return home
 
 
-def relocated(config: Config, run_dir: Path) -> Config:
-    """Return `config` for a run directory that was moved to `run_dir`: replace all paths that point into it."""
-    data = config.data
-    old_run_dir = config.log.run_dir
-
-    def new_path(path: str) -> str:
-        """Return the path in the moved run directory if `path` points into the old one, else `path`."""
-        if old_run_dir is None or not path or is_url(path):
-            return path
-        inside = os.path.relpath(path, old_run_dir)  # begins with .. if the path does not point into the run directory
-        return path if inside.startswith("..") else str(run_dir / inside)
-
-    def new_words(words: Sequence[str] | None) -> tuple[str, ...] | None:
-        return None if words is None else tuple(renamed(word, new_path) for word in words)
-
-    vocab_file = kept_tokenizer(run_dir, data.vocab_file)
-    if vocab_file is None and data.vocab_file:
-        vocab_file = new_path(data.vocab_file)
-    paths = dict[str, Any]()
-    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
-        paths[name] = new_words(getattr(data, name))
-    if data.data_stages:
-        paths["data_stages"] = (replace_prefixes(data.data_stages[0], new_path),)
-    new_data = replace(data, vocab_file=vocab_file, **paths)
-    new_log = replace(config.log, run_dir=str(run_dir))
-    return replace(config, data=new_data, log=new_log)
+def with_own_tokenizer(config: Config, run_dir: Path) -> Config:
+    """Return the settings of the run in `run_dir`; --vocab-file is its copy of the tokenizer, if there is one."""
+    vocab_file = kept_tokenizer(run_dir, config.data.vocab_file) or config.data.vocab_file
+    return replace(config, data=replace(config.data, vocab_file=vocab_file))

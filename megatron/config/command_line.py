@@ -20,7 +20,7 @@ from .names import HOME, RENAMED, nearest, refuse_removed, replace_renamed_flags
 from .parallel import accept_any_schedule
 from .places import location_problems
 from .sections import Config
-from .settings_files import parse_settings, read_json
+from .settings_files import parse_settings, read_json, read_settings
 from .source import given_in_files, merge, new_source, with_family
 
 __all__ = ["HOME", "RENAMED", "from_file", "nearest", "parse", "read_json", "refuse_removed", "with_values"]
@@ -44,10 +44,10 @@ def parse(
     defaults = defaults or {}
     words, notes = replace_renamed_flags(argv)
     flags = read_flags(words)
-    files = [parse_settings(read_json(path), path) for path in config_file_paths(flags.files)]
-    sources = [parse_settings(defaults, "args_defaults"), *files]
     cli = new_source(flags.settings, flags.foreign)
     cli.translate_all(flags.foreign)
+    files = [read_settings(path, cli.values) for path in config_file_paths(flags.files)]
+    sources = [parse_settings(defaults, "args_defaults"), *files]
     values, dropped_notes = merge(sources, cli)
     problems = unknown_arguments(flags.unknown)
     for source in sources:
@@ -75,7 +75,7 @@ def parse(
     if flags.foreign:
         notes += compat("flags.defaults").notes(config, flags.foreign, set_by_user, defaults)
     notes += cli.notes
-    given = {**given_in_files(files), **cli.values}
+    given = given_in_files(files) | cli.values
     for note in [*notes, *ineffective.notes(config, ranks, given)]:
         notify(note)
     return config
@@ -123,8 +123,8 @@ def with_values(config: Config, values: Mapping[str, Any], checked: bool = True)
 
 
 def from_file(path: str) -> Config:
-    """Return the configuration in a config.json that a run wrote to its folder. Raises ConfigError."""
-    source = parse_settings(read_json(path), path)
-    values = {**source.values, **source.implied_settings(source.values)}
+    """Return the configuration in the config.json in the folder of a run, which may have moved. Raises ConfigError."""
+    source = read_settings(path, {})
+    values = source.values | source.implied_settings(source.values)
     with accept_any_schedule():  # the script of the run may have registered a schedule
         return with_values(Config(), with_family(values))

@@ -1,6 +1,7 @@
 """Settings of corpus, objective and samples; the other sections are in `sections.py`."""
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from .fields import ConfigError, Section, at_least, between, one_of, opt, proble
 
 T5_OBJECTIVES = ("span-corruption", "prefix-lm")
 DECODER_OBJECTIVES = ("lm", "sft", "prefix-lm")
+NAMED_SET = re.compile(r"([^\W\d_][\w.-]*)=(.+)")  # a word that names a data set: web=data/a
 
 
 def objectives_of(family: str | None) -> tuple[str, ...]:
@@ -36,17 +38,45 @@ def corpus_prefixes(words: Sequence[str]) -> tuple[str, ...]:
     prefixes: list[str] = []
     previous_word = ""
     for word in words:
-        parts = word.split()
+        parts = split_words(word)
         prefix = corpus_prefix(word)
         # `data/x.bin` or `data/x.idx` after the other one: the first file has already added the prefix.
         is_repeated = bool(prefixes) and prefix == prefixes[-1]
         is_second_file = is_repeated and {previous_word, word} == {f"{prefix}.bin", f"{prefix}.idx"}
-        if len(parts) > 1 and parts[0].replace(".", "", 1).isdecimal():  # a weight such as 0.7, then prefixes
+        if len(parts) > 1:
             prefixes.append(" ".join(map(corpus_prefix, parts)))
         elif not is_second_file:
             prefixes.append(prefix)
         previous_word = word
     return tuple(prefixes)
+
+
+def renamed(word: str, change: Callable[[str], str]) -> str:
+    """Return a word of --data-path, perhaps with a name or a quoted blend, with each prefix changed by `change`."""
+    name = ""
+    match = NAMED_SET.match(word)
+    if match:
+        name = f"{match[1]}="
+        word = match[2]
+    parts = []
+    for part in split_words(word):
+        parts.append(part if is_number(part) else change(part))
+    return name + " ".join(parts)
+
+
+def split_words(word: str) -> list[str]:
+    """Split a quoted list such as "0.7 a 0.3 b" into its words; return a prefix that contains spaces unchanged."""
+    parts = word.split()
+    is_blend = len(parts) > 1 and is_number(parts[0])
+    return parts if is_blend else [word]
+
+
+def is_number(word: str) -> bool:
+    """Return whether a word of --data-path is a weight, not the prefix of a corpus."""
+    try:
+        return float(word) == float(word)  # False for the word nan, which may name a corpus
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)

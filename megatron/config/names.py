@@ -10,6 +10,11 @@ from .fields import ConfigError, flag
 from .sections import settings
 
 HOME = {f.name: section for section, _, f in settings()}  # name of a setting -> name of its section
+# Setting of flags that act on one start, or on the checkpoint of --load -> its default.
+ONCE = {
+    "finetune": False, "load_optim": True, "load_rng": True, "override_data": False, "override_lock": False,
+    "override_lr_schedule": False, "override_tokenizer": False,
+}  # fmt: skip
 # Former name of a setting -> its new name. Flags, files, checkpoints and `get_args()` accept both for one version.
 RENAMED = {"failed_saves": "max_failed_saves", "unfused": "reference_ops"}
 # Former setting, which files of earlier versions contain -> what replaces it; "" if training never depended on it.

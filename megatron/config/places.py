@@ -1,9 +1,13 @@
 """Settings that name files and folders: which of them may be URLs, and refusal of URLs with a mistake."""
 
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from ..storage import PathError, check_location, require_local
+from ..storage import PathError, check_location, is_url, require_local
+from .data import renamed
+from .data_stages import replace_prefixes
 from .fields import flag
 from .sections import Config, settings
 
@@ -35,3 +39,25 @@ def location_problems(config: Config) -> Iterator[str]:
                 check(location)
             except PathError as error:
                 yield f"{flag(f.name)} {error}"
+
+
+def relocated(values: Mapping[str, Any], old: str, new: str) -> dict[str, Any]:
+    """Return the settings `values` of a file, by name, with `new` in place of the folder `old` in all paths."""
+
+    def new_path(path: str) -> str:
+        """Return the path in `new` if `path` points into `old`, else `path`."""
+        if is_url(path):
+            return path
+        inside = os.path.relpath(path, old)  # begins with .. if the path does not point into the folder
+        return path if inside.startswith("..") else os.path.normpath(os.path.join(new, inside))
+
+    result = dict(values)
+    for name in (*URL_SETTINGS, "vocab_file", "deepspeed_config", "param_groups", "run_dir"):
+        value = values.get(name)
+        if isinstance(value, str):
+            result[name] = new_path(value)
+        elif isinstance(value, list) and name == "data_stages":
+            result[name] = [replace_prefixes(" ".join(map(str, value)), new_path)]
+        elif isinstance(value, list):
+            result[name] = [renamed(str(word), new_path) for word in value]
+    return result

@@ -10,9 +10,11 @@ from .._compat import compat
 from ..json_text import brief
 from ..storage import PathError, require_local
 from .fields import ConfigError, flag, types_of
-from .names import HOME, REMOVED, RENAMED, nearest, removal_error
+from .messages import format_flag
+from .names import HOME, ONCE, REMOVED, RENAMED, nearest, removal_error
+from .places import relocated
 from .sections import SECTIONS, settings
-from .source import Source, new_source
+from .source import Source, is_saved_by_run, new_source
 
 
 def _none_values() -> dict[str, Any]:
@@ -117,3 +119,43 @@ def parse_settings(content: Mapping[str, Any], where: str) -> Source:
     source.translate_all(sorted_settings.foreign)
     source.problems += [f"{name} depends on other settings; give it as a flag" for name in source.deferred_flags()]
     return source
+
+
+def read_settings(path: str, given: Mapping[str, Any]) -> Source:
+    """Return the settings in the JSON file `path`. given: those of the command line.
+
+    The config.json of a run describes the run in its folder, even if the folder was moved or copied.
+    """
+    source = parse_settings(read_json(path), path)
+    former = source.values.get("run_dir")
+    if Path(path).name != "config.json" or not isinstance(former, str) or not is_saved_by_run(source):
+        return source
+    names_data = given.get("data_path") or given.get("train_data_path")
+    if names_data and not given.get("data_stages") and source.values.pop("data_stages", None):
+        source.notes.append("--data-stages has no effect, as another flag names the training data")
+    folder = str(Path(path).parent)
+    run_dir = given.get("run_dir") or folder
+    if _is_same(run_dir, former):
+        return source
+    if not _is_same(folder, former):
+        source.values = relocated(source.values, former, folder)
+    if _is_same(run_dir, folder):
+        source.notes.append(f"the run directory {former} was moved or copied, so the run continues in {folder}")
+    else:
+        _drop_settings_of_one_run(source, run_dir)
+    return source
+
+
+def _is_same(folder: str, other: str) -> bool:
+    return Path(folder).resolve() == Path(other).resolve()
+
+
+def _drop_settings_of_one_run(source: Source, run_dir: str) -> None:
+    """Drop what only the run that saved the file may use, not the run in `run_dir`: folders, bad batches, ONCE."""
+    unused = []
+    for name in ("save", "load", "tensorboard_dir", "skip_iterations", "skip_samples", *ONCE):
+        value = source.values.pop(name, None)
+        if value and value != ONCE.get(name):
+            unused.append(format_flag(flag(name), value))
+    if unused:
+        source.notes.append(f"the run in {run_dir} does not use {', '.join(unused)}")

@@ -110,9 +110,14 @@ def given_in_files(sources: Sequence[Source]) -> dict[str, Any]:
     """
     given: dict[str, Any] = {}
     for source in sources:
-        if len(source.values) < len(HOME) / 2:  # not saved by a run; half leaves room for settings of other versions
+        if not is_saved_by_run(source):
             given |= source.values
     return given
+
+
+def is_saved_by_run(source: Source) -> bool:
+    """Return whether a run has saved the file: it has all settings. Half leaves room for those of other versions."""
+    return len(source.values) >= len(HOME) / 2
 
 
 def with_family(values: Mapping[str, Any]) -> dict[str, Any]:

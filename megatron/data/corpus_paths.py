@@ -3,12 +3,13 @@
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from ..config.data import NAMED_SET, is_number, split_words
 from ..config.data_stages import Stage, StagedCorpora, prefixes_in
 from ..storage import is_url, to_path
 from .indexed_dataset import DTYPES, HEADER, LOSS_SUFFIX, DatasetError
@@ -17,7 +18,6 @@ from .splits import PARTS
 Words = Sequence[str]
 Paths = str | Words | StagedCorpora | Mapping[str, Words | StagedCorpora]
 TRIPLE_PARTS = "context", "target", "target_offset"  # endings of a corpus that was masked during preprocessing
-NAMED_SET = re.compile(r"([^\W\d_][\w.-]*)=(.+)")  # a word that names a data set: web=data/a
 
 
 def parse_blend(words: str | Words) -> list[tuple[str | None, str]]:
@@ -29,18 +29,18 @@ def parse_blend(words: str | Words) -> list[tuple[str | None, str]]:
     if isinstance(words, str):
         words = [words]
     for word in words:
-        parts += _split_words(word)
+        parts += split_words(word)
     argument = f"--data-path {' '.join(parts)}"
-    is_weighted = len(parts) > 1 and _is_number(parts[0])
+    is_weighted = len(parts) > 1 and is_number(parts[0])
     if not is_weighted:
         # Without a weight in front, a number is the name of a corpus or a misplaced weight.
         for part in parts:
-            if _is_number(part) and not _is_corpus(part):
+            if is_number(part) and not _is_corpus(part):
                 raise DatasetError(f"{argument} must be pairs of a weight and a prefix, as in 0.7 a 0.3 b")
         return [(None, part) for part in parts]
     weights = parts[::2]
     prefixes = parts[1::2]
-    are_positive = all(_is_number(weight) and 0 < float(weight) < math.inf for weight in weights)
+    are_positive = all(is_number(weight) and 0 < float(weight) < math.inf for weight in weights)
     if len(weights) != len(prefixes) or not are_positive:
         raise DatasetError(f"{argument} must be pairs of a positive, finite weight and a prefix, as in 0.7 a 0.3 b")
     return list(zip(weights, prefixes, strict=True))
@@ -59,34 +59,6 @@ def _parse_distinct(words: str | Words) -> list[tuple[str | None, str]]:
             raise DatasetError(f"the blend names {prefix} twice; name it once, with the sum of its weights")
         seen.add(path)
     return blend
-
-
-def renamed(word: str, change: Callable[[str], str]) -> str:
-    """Return a word of --data-path, perhaps with a name or a quoted blend, with each prefix changed by `change`."""
-    name = ""
-    match = NAMED_SET.match(word)
-    if match:
-        name = f"{match[1]}="
-        word = match[2]
-    parts = []
-    for part in _split_words(word):
-        parts.append(part if _is_number(part) else change(part))
-    return name + " ".join(parts)
-
-
-def _split_words(word: str) -> list[str]:
-    """Split a quoted list such as "0.7 a 0.3 b" into its words; return a prefix that contains spaces unchanged."""
-    parts = word.split()
-    is_blend = len(parts) > 1 and _is_number(parts[0])
-    return parts if is_blend else [word]
-
-
-def _is_number(word: str) -> bool:
-    """Return whether a word of --data-path is a weight, not the prefix of a corpus."""
-    try:
-        return float(word) == float(word)  # False for the word nan, which may name a corpus
-    except ValueError:
-        return False
 
 
 def _is_corpus(word: str) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpointing.relocation import relocated
+from megatron.checkpointing.relocation import with_own_tokenizer
 from megatron.config import Config
 from megatron.config.command_line import from_file
 from megatron.locks.advisory import is_held
@@ -72,8 +72,8 @@ def named_splits(rows: Sequence[Row], *parts: str) -> list[str]:
 class RunData:
     """A run, as read from its folder.
 
-    rows: content of metrics.jsonl. saved_config: the run's settings as saved. config: the same settings, with paths
-    changed to where the folder is now.
+    rows: content of metrics.jsonl. saved_config: the run's settings as saved. config: the same settings, with the
+    tokenizer in the folder.
     baselines: name of a validation text -> its unigram entropy in nats per token.
     """
 
@@ -168,8 +168,7 @@ def read_run(folder: Path, name: str | None = None) -> RunData:
     """Return the run in `folder`. Raises ValueError if the folder holds no run."""
     rows = read_metrics(folder)
     saved_config = from_file(str(folder / "config.json"))
-    # If the folder was moved, saved paths into it, such as that of the tokenizer, are changed to its new place.
-    config = relocated(saved_config, folder)
+    config = with_own_tokenizer(saved_config, folder)
     metrics_time = (folder / "metrics.jsonl").stat().st_mtime
     name = name or folder.resolve().name
     return RunData(name, folder, config, saved_config, rows, metrics_time=metrics_time)

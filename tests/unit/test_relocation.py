@@ -11,10 +11,12 @@ from data_utils.chat_templates import tokenizer_template
 from megatron.checkpointing.relocation import (
     copy_tokenizer,
     kept_tokenizer,
-    relocated,
     with_kept_tokenizer,
+    with_own_tokenizer,
 )
-from megatron.config.command_line import parse
+from megatron.config import Config
+from megatron.config.command_line import from_file, parse
+from megatron.config.places import relocated
 from megatron.data.fingerprints import END_BYTES, corpus_fingerprint
 from megatron.tokenizer.sibling_files import read_eos_ids
 from megatron_tools.convert.hf_folder import is_hf_folder
@@ -69,26 +71,70 @@ def test_templates_and_ends_are_kept_with_a_tokenizer(tmp_path: Path, files: dic
     assert not is_hf_folder(kept)
 
 
+def _save_settings(run_dir: Path, *flags: str) -> Config:
+    """Write the config.json of a run to its run directory; return its settings."""
+    config = parse(["--run-dir", str(run_dir), *flags])
+    (run_dir / "config.json").write_text(json.dumps(config.to_dict()))
+    return config
+
+
 def test_settings_of_a_run_that_was_moved(tmp_path: Path) -> None:
     before, after = tmp_path / "before", tmp_path / "after"
     (before / "data").mkdir(parents=True)
     (before / "my.model").touch()
-    config = parse(["--run-dir", str(before), "--data-path", "0.7", str(before / "data/x"), "0.3", "/elsewhere/y",
-                    "--vocab-file", str(before / "my.model")])  # fmt: skip
+    data = ["--data-path", "0.7", f"{before}/data/x", "0.3", "/elsewhere/y", "--data-stages", f"0: {before}/a; 9: b"]
+    config = _save_settings(before, *data, "--vocab-file", f"{before}/my.model", "--save", f"{before}/ck")
     copy_tokenizer(str(before / "my.model"), before)
     shutil.move(before, after)
-    found = relocated(config, after)
-    assert found.data.data_path == ("0.7", str(after / "data/x"), "0.3", "/elsewhere/y")
-    assert found.data.vocab_file == str(after / "tokenizer" / "my.model")
-    assert found.log.run_dir == str(after)
-    quoted = parse(["--run-dir", str(before), "--train-data-path", f"0.7 {before}/x 0.3 /elsewhere/y",
-                    "--valid-data-path", f"web=0.5 {before}/v 0.5 w", f"books={before}/my book"])  # fmt: skip
-    words = relocated(quoted, after).data
-    assert words.train_data_path == (f"0.7 {after}/x 0.3 /elsewhere/y",)
-    assert words.valid_data_path == (f"web=0.5 {after}/v 0.5 w", f"books={after}/my book")
+    path = str(after / "config.json")
+    notes: list[str] = []
+    moved = parse(["--config", path], notify=notes.append)
+    assert [str(before) in note and str(after) in note for note in notes] == [True]
+    for found in (moved, from_file(path), parse(["--config", path, "--run-dir", str(after)])):
+        assert found.data.data_path == ("0.7", f"{after}/data/x", "0.3", "/elsewhere/y")
+        assert found.data.data_stages == parse(["--data-stages", f"0: {after}/a; 9: b"]).data.data_stages
+        assert (found.log.run_dir, found.checkpoint.save) == (str(after), f"{after}/ck")
+        assert found.data.vocab_file == f"{after}/my.model"
+    assert with_own_tokenizer(moved, after).data.vocab_file == str(after / "tokenizer" / "my.model")
     checkpoint = after / "checkpoints" / "iter_0000001"
     assert with_kept_tokenizer(config, checkpoint).data.vocab_file == str(after / "tokenizer" / "my.model")
     assert with_kept_tokenizer(config, tmp_path / "x" / "y").data.vocab_file == config.data.vocab_file
+
+
+def test_blends_and_named_sets_of_a_run_that_was_moved() -> None:
+    values = {
+        "train_data_path": ["0.7 runs/a/x 0.3 /elsewhere/y"],
+        "valid_data_path": ["web=0.5 runs/a/v 0.5 w", "books=runs/a/my book"],
+        "load": "s3://bucket/runs/a",
+        "lr": 1.0,
+    }
+    assert relocated(values, "runs/a", "b") == {
+        **values,
+        "train_data_path": ["0.7 b/x 0.3 /elsewhere/y"],
+        "valid_data_path": ["web=0.5 b/v 0.5 w", "books=b/my book"],
+    }
+
+
+def test_another_run_with_the_settings_of_a_run(tmp_path: Path) -> None:
+    """It reads the same data with the same model, but does not save, load or skip what the run does."""
+    first, second = tmp_path / "first", str(tmp_path / "second")
+    first.mkdir()
+    own = ["--save", f"{first}/ck", "--load", "base", "--finetune", "--skip-iterations", "2-3", "--override-data"]
+    config = _save_settings(first, "--lr", "0.1", "--vocab-file", f"{first}/my.model", "--data-stages", "0: a", *own)
+    flags = ["--config", str(first / "config.json")]
+    notes: list[str] = []
+    expected = ["--lr", "0.1", "--vocab-file", f"{first}/my.model", "--data-stages", "0: a", "--run-dir", second]
+    assert parse([*flags, "--run-dir", second], notify=notes.append) == parse(expected)
+    assert len(notes) == 1 and f"--save {first}/ck, --load base, --skip-iterations 2-3, --finetune" in notes[0]
+    for same in ([], ["--run-dir", str(first)], ["--run-dir", f"{first}/../first"]):
+        assert parse([*flags, *same]).checkpoint == config.checkpoint
+    # A corpus on the command line is trained on, also if the run went through data stages.
+    changed = parse([*flags, "--run-dir", second, "--data-path", "c"])
+    assert (changed.data.data_stages, changed.data.paths) == (None, ("c",))
+    # A short file is one that a user wrote, not one that a run has saved.
+    (first / "config.json").write_text(json.dumps({"run_dir": "runs/x", "save": "ck"}))
+    assert parse([*flags, "--run-dir", second]).checkpoint.save == "ck"
+    assert parse(flags).log.run_dir == "runs/x"
 
 
 def test_corpora_that_were_made_apart_look_apart(tmp_path: Path) -> None:
