@@ -1,5 +1,6 @@
 """Settings, tokenizer and data sets of a run, read from its folder."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,19 @@ def load_config(run_dir: str) -> Config:
     if not path.is_file():
         raise ValueError(f"{path} does not exist: --run-dir {run_dir} is not the folder of a run")
     refuse_removed(read_json(str(path)), path)
-    return with_own_tokenizer(from_file(str(path)), path.parent)
+    return with_recorded_stages(with_own_tokenizer(from_file(str(path)), path.parent))
+
+
+def with_recorded_stages(config: Config) -> Config:
+    """Return the settings of a run with the data stages that its newest checkpoint records, if it can be read."""
+    from megatron.checkpointing import Wanted, find_checkpoint
+    from megatron.checkpointing.data_plan import with_consumed_data
+    from megatron.ranks.errors import RunError
+
+    with suppress(OSError, ValueError, RunError):
+        newest = find_checkpoint(str(config.log.run_dir))
+        return with_consumed_data(config, newest, Wanted(same_data=False), reads_corpora=True)
+    return config
 
 
 def load_datasets(config: Config) -> tuple[Any, Any]:

@@ -13,7 +13,9 @@ from ..checkpointing.lookup import latest_name, save_folder_of
 from ..checkpointing.relocation import TOKENIZER_FOLDER as TOKENIZER
 from ..checkpointing.relocation import copy_tokenizer, holds_only
 from ..config import Config
+from ..config.command_line import with_values
 from ..config.messages import describe_error
+from ..config.names import ONCE
 from ..locks.run_lock import CHECKPOINTS, RunLock, RunLockedError
 from ..ranks.rank_0 import is_rank_0, print_notes
 from ..storage import RemotePath, to_path
@@ -121,6 +123,19 @@ def _upload_tokenizer(folder: Path, copy: RemotePath, vocab_file: str) -> None:
             path.unlink()
 
 
+def settings_to_save(given: Config, config: Config, checkpoint: Path | None, run_dir: Path) -> Config:
+    """Return the settings for config.json: those that were given, with the number of iterations and micro-batches.
+
+    A resume takes all other changes, such as data stages and the learning-rate schedule, from its checkpoint.
+    config: the settings in force. checkpoint: the checkpoint from which the run starts, if any.
+    """
+    values = {"gas": config.train.gas, "train_iters": config.train.train_iters}
+    # After a start with the checkpoint of --load, a restart before the first save needs these flags again.
+    if checkpoint is None or checkpoint.parent == save_dir_of(given, run_dir):
+        values |= ONCE
+    return with_values(given, values)
+
+
 def write_first_files(config: Config, run_dir: Path, iteration: int) -> list[str]:
     """Write the settings and the tokenizer of a run that starts at `iteration`; return notes about renamed files.
 
@@ -149,15 +164,17 @@ def write_first_files(config: Config, run_dir: Path, iteration: int) -> list[str
     return notes
 
 
-def open_run_dir(config: Config, run_dir: Path, save_dir: str, iteration: int, locks: list[RunLock]) -> MetricsWriter:
+def open_run_dir(
+    given: Config, config: Config, checkpoint: Path | None, run_dir: Path, iteration: int, locks: list[RunLock]
+) -> MetricsWriter:
     """Write the first files to the run directory and return the metrics writer. Call this when all checks have passed.
 
-    Raises ValueError if the run directory cannot be used.
+    Raises ValueError if the run directory cannot be used. given, config, checkpoint: see `settings_to_save`.
     """
     if is_rank_0():
         refuse_other_checkpoints(config, run_dir, iteration)
-        delete_leftovers(to_path(save_dir))
-        print_notes(write_first_files(config, run_dir, iteration))
+        delete_leftovers(save_dir_of(config, run_dir))
+        print_notes(write_first_files(settings_to_save(given, config, checkpoint, run_dir), run_dir, iteration))
         # The run has started: `release` does not delete a new run directory, but still a new, empty checkpoint folder.
         locks[0].keep_folders()
     return MetricsWriter(str(run_dir), iteration, is_rank_0())

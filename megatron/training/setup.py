@@ -54,6 +54,7 @@ def set_up(task: Task, config: Config, resolved: Resolved, own_features: Sequenc
         _print_layout(config, resolved, device, locks)
         save_dir = str(run_folder.save_dir_of(config, run_dir))
         start = find_start(config, save_dir)  # the checkpoint to start from, if any
+        given = config
         config = with_consumed_data(config, start.path, start.wanted, reads_corpora(task))
         plan = Plan(task, config, resolved, device, tokenizer)
         features.prepare(plan)
@@ -77,7 +78,7 @@ def set_up(task: Task, config: Config, resolved: Resolved, own_features: Sequenc
         config = config.with_batches(dist.get_world_size(), state.iteration, state.consumed_samples)
         with raise_on_all_ranks():
             features.load(state.features)
-            metrics = run_folder.open_run_dir(config, run_dir, save_dir, state.iteration, locks)
+            metrics = run_folder.open_run_dir(given, config, start.path, run_dir, state.iteration, locks)
     except BaseException:
         run_folder.release(locks)
         raise

@@ -191,7 +191,9 @@ def _check_samples(reader: Any, config: Config, wanted: Any) -> Findings:
     The finding may also name the learning-rate schedule that the run continues.
     """
     from megatron.checkpointing.consumed import split_selects_others
+    from megatron.checkpointing.data_plan import join_stages
     from megatron.checkpointing.reader import plain_config
+    from megatron.config.batches import Consumed
     from megatron.optim.resumed_lr import resolve_lr_schedule
 
     saved_config = plain_config(reader)
@@ -211,7 +213,9 @@ def _check_samples(reader: Any, config: Config, wanted: Any) -> Findings:
                     f"pass --{name} {saved_value}, or --override-data to continue with other samples",
                 )
                 return
-        if saved_data.paths != config.data.paths:
+        consumed = Consumed(consumed_samples, reader.state.get("consumed_tokens", 0))
+        # After --override-data, the checkpoint has stages of which the flags name only the last one.
+        if saved_data.paths != config.data.paths and not join_stages(saved_config, config, consumed, False)[0]:
             yield warning(
                 "resume",
                 "the run's corpora have other paths than the checkpoint's; training will compare the consumed samples "

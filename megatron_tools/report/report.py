@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from data_utils.cli import Parser, local_path, new_figure, run, save_figure
+from data_utils.run_data import with_recorded_stages
 from megatron.atomic import write_text
 from megatron.config import Config
 from megatron.config.data_stages import parse_stages
@@ -49,7 +50,10 @@ def unigram_baselines(config: Config, train: list[Row]) -> dict[str, float]:
 
 def stage_starts(run: RunData) -> list[float]:
     """Return the iterations at which the data stages after the first begin, as far as the run has come."""
-    stages = run.config.data.data_stages
+    config = run.config
+    if named_splits(run.rows, "train"):  # several corpora: --override-data may have begun stages with some of them
+        config = with_recorded_stages(config)
+    stages = config.data.data_stages
     if not stages:
         return []
     starts = []

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,16 @@ from data_utils.tokenizer_training import train_sentencepiece
 from megatron import mpu
 from megatron.checkpointing import find_start
 from megatron.checkpointing.changes import training_notes
+from megatron.checkpointing.load import _notes_on_flags
 from megatron.checkpointing.state import TrainState
-from megatron.config.command_line import parse
+from megatron.checkpointing.wanted import Wanted
+from megatron.config.command_line import parse, with_values
 from megatron.data.gpt2_dataset import build_train_valid_test_datasets
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.ranks.errors import RunError
 from megatron.tasks import TASKS
 from megatron.training.inputs import MissingInputs, require_inputs
+from megatron.training.run_folder import settings_to_save
 from tests.materials import SAMPLE
 from tests.sentences import SENTENCES
 from tests.support import RankFailure, on_ranks
@@ -85,6 +89,29 @@ def test_no_load_optim_forgets_the_moments_alone(before: Path, tmp_path: Path, t
     old, new = (whole_tensors(tmp_path / "new" / "checkpoints" / f"iter_000000{i}") for i in (3, 4))
     name = "weight.layers.0.attention.dense.bias"
     np.testing.assert_allclose(np.abs(new[name] - old[name]), 1e-3, rtol=2e-2)
+
+
+def test_what_these_flags_discard_is_noted() -> None:
+    reader: Any = SimpleNamespace(path="ck/iter_0000003", optimizer={"moments": ["exp_avg"], "step": 3}, rng_seed=7)
+    assert list(_notes_on_flags(reader, Wanted())) == []
+    optim, rng = _notes_on_flags(reader, Wanted(optimizer=False, rng=False))
+    assert "--no-load-optim" in optim and "step 3" in optim and "--no-load-rng" in rng
+    reader.rng_seed = mpu.get_rng().seed
+    reader.optimizer["moments"] = []
+    assert list(_notes_on_flags(reader, Wanted(optimizer=False, rng=False))) == []
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "is_kept"), [(None, False), ("run/checkpoints/iter_0000003", False), ("base", True)]
+)
+def test_config_json_has_what_was_given(checkpoint: str | None, is_kept: bool) -> None:
+    """Flags for the checkpoint of --load are kept for a restart before the first save. Others act on one start."""
+    flags = ["--load", "base", "--finetune", "--no-load-optim", "--batch-size-schedule", "0:4", "--train-samples", "40"]
+    given = parse(flags)
+    resumed = {"lr_decay_iters": 6, "data_stages": ("0: a",), "batch_size_schedule": "0:8", "gas": 8, "train_iters": 7}
+    saved = settings_to_save(given, with_values(given, resumed), Path(checkpoint) if checkpoint else None, Path("run"))
+    expected = parse(flags if is_kept else [*flags, "--no-finetune", "--load-optim"])
+    assert saved == with_values(expected, {"gas": 8, "train_iters": 7})
 
 
 def test_weights_that_were_never_trained_here_have_no_schedule(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:

@@ -151,6 +151,23 @@ def test_another_split_matters_only_if_it_changes_the_training_documents(
     assert only(run_dir._check_samples(checkpoint, same_documents, Wanted()), "resume").state == "ok"
 
 
+@pytest.mark.parametrize(("corpus", "expected"), [("b", "ok"), ("c", "warning")])
+def test_data_that_override_data_has_begun_continue(
+    corpus: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.checkpointing import Wanted, reader
+
+    for token, name in enumerate("abc"):
+        with IndexedDatasetBuilder(str(tmp_path / name), np.uint16) as builder:
+            builder.add_document(np.full(9, token))
+    monkeypatch.chdir(tmp_path)
+    saved = parse(["--data-stages", "0: a; 4: b", "--data-path", "b"], {})
+    monkeypatch.setattr(reader, "plain_config", lambda _: saved)
+    checkpoint = SimpleNamespace(state={"consumed_samples": 8, "iteration": 2})
+    config = parse(["--data-path", corpus], {})
+    assert only(run_dir._check_samples(checkpoint, config, Wanted()), "resume").state == expected
+
+
 def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
         if name == "torch":
