@@ -120,9 +120,9 @@ class LogConfig(Section):
     )
     profile: bool = opt(
         False,
-        "profile a few iterations with torch's profiler. profile/merged.json.gz in the run directory (Chrome trace, "
-        "for Perfetto) has every operator and kernel of all ranks, and the timeline of --trace. Profiling slows these "
-        "iterations; --trace alone costs next to nothing and can stay on",
+        "profile a few iterations with torch's profiler: profile/torch_RANK.json.gz in the run directory (Chrome "
+        "trace, for Perfetto) has every operator and kernel of a rank. Profiling slows these iterations; --trace, "
+        "which has all ranks on one clock, costs next to nothing and can stay on",
     )
     profile_iterations: str | None = opt(
         None,
@@ -139,10 +139,6 @@ class LogConfig(Section):
             ),
             (self.trace_iterations and not self.trace, "--trace-iterations needs --trace"),
             (self.profile_iterations and not self.profile, "--profile-iterations needs --profile"),
-            (
-                self.profile and self.trace,
-                "--profile already records the timeline of --trace; leave one of them out",
-            ),
         )
 
     @property
