@@ -270,7 +270,6 @@ def build_parser() -> Parser:
         help="seed of the shuffle and of the random selection of documents for FILE@0.5 (default: 1234)",
     )  # fmt: skip
     add_worker_flags(parser)
-    add("--quiet", action="store_true", help="show no progress bar")
     return parser
 
 

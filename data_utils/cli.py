@@ -227,6 +227,7 @@ def add_input_flags(parser: argparse.ArgumentParser) -> None:
         help="size limit of a document in MiB (default: 8). A worker process needs 30 times this much memory with a "
         "sentencepiece tokenizer, 60 times with a cpm tokenizer, 120 times with an hf tokenizer",
     )  # fmt: skip
+    add("--quiet", action="store_true", help="show no progress bar")
 
 
 def add_worker_flags(parser: argparse.ArgumentParser) -> None:

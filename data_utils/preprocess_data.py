@@ -376,7 +376,6 @@ def build_parser() -> Parser:
     add("--noise-density", type=float, default=0.15, help="share of masked tokens for cpm-t5 (default: 0.15)")
     add("--mean-span-length", type=float, default=3.0, help="mean tokens in a masked span for cpm-t5 (default: 3)")
     add("--seed", type=int, default=1234, help="seed for span masking and for sampling FILE@0.5 (default: 1234)")
-    add("--quiet", action="store_true", help="show no progress bar")
     return parser
 
 

@@ -114,7 +114,6 @@ def build_parser() -> Parser:
     add("--json-key", default="text", help="key of the text in a record (default: text)")
     add("--max-mb", type=int, default=50, help="amount of text to sample from the input, in MB (default: 50)")
     add("--seed", type=int, default=1234, help="seed of the sample (default: 1234)")
-    add("--quiet", action="store_true", help="show no progress bar")
     return parser
 
 
