@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, BinaryIO
 
 from .document_text import ExtractTexts, parse_document
@@ -46,6 +46,7 @@ class Chunk:
     lines: line numbers of `content` in the file, counted from 1: the number of the first line, or a tuple with the
     number of every line. None: line numbers are found by counting the lines of the file when a message needs one.
     bad: documents found to be unreadable while the file was cut into chunks, as (offset in `content`, error).
+    inode, changed: of the file that was cut into chunks without `content`: its inode, and the time of its last change.
     """
 
     source: Source
@@ -54,6 +55,8 @@ class Chunk:
     content: bytes | None = None
     lines: int | tuple[int, ...] | None = None
     bad: BadDocuments = ()
+    inode: int = 0
+    changed: int = 0
 
     @property
     def path(self) -> str:
@@ -65,6 +68,10 @@ class Chunk:
         if self.content is not None:
             return self.content
         with open(self.path, "rb") as file:
+            status = os.fstat(file.fileno())
+            # Some network file systems give a file another inode now and then. A longer file is read up to its old end.
+            if status.st_ino != self.inode and status.st_mtime_ns != self.changed:
+                raise InputError(f"{self.path} was replaced by another file while it was read; start again")
             file.seek(self.start)
             content = file.read(self.length)
         if len(content) != self.length:
@@ -144,16 +151,18 @@ def _plain_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
     start = 0
     total = os.path.getsize(path)
     with open(path, "rb") as file:
+        status = os.fstat(file.fileno())
+        new_chunk = partial(Chunk, source, inode=status.st_ino, changed=status.st_mtime_ns)
         while start < total:
             end = _next_boundary(file, path, start + size, total, largest)
             if end is not None:
-                yield Chunk(source, start, end - start)
+                yield new_chunk(start, end - start)
                 start = end
                 continue
             # A document is longer than `largest`. The documents before it become a chunk of their own.
             overlong = start + _last_boundary(file, path, start, size)
             if overlong > start:
-                yield Chunk(source, start, overlong - start)
+                yield new_chunk(start, overlong - start)
 
             # The overlong document becomes one or more chunks of an empty line. The first of them has its error.
             file.seek(overlong)

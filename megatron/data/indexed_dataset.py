@@ -88,6 +88,7 @@ class IndexedDataset:
             open_tokens(self, token_file, stamp)
         else:
             self._map_tokens()
+        self._versions = [os.stat(path) for path, *_ in self._maps]
 
     def _map_index(self) -> None:
         """Map the .idx file and its three arrays. Raises DatasetError if its size contradicts its header."""
@@ -156,13 +157,21 @@ class IndexedDataset:
         check.check_sizes(token_file)
         return check.check_order(self._index)
 
-    def __getstate__(self) -> tuple[str, bool, Stamp | None]:
-        return self.prefix, self._one_sequence_each, self._stamp
+    def __getstate__(self) -> tuple[str, bool, Stamp | None, list[os.stat_result]]:
+        return self.prefix, self._one_sequence_each, self._stamp, self._versions
 
-    def __setstate__(self, state: tuple[str, bool, Stamp | None]) -> None:
+    def __setstate__(self, state: tuple[str, bool, Stamp | None, list[os.stat_result]]) -> None:
         """Reopen the files in another process, without the check, which the process that pickled has made."""
-        prefix, one_sequence_each, stamp = state
+        prefix, one_sequence_each, stamp, versions = state
         self._open(prefix, {prefix: one_sequence_each}, stamp)
+        for (path, *_), before, now in zip(self._maps, versions, self._versions, strict=True):
+            # The time alone changes by `touch`, and the inode alone when a network file system forgets it.
+            is_replaced = now.st_ino != before.st_ino and now.st_mtime_ns != before.st_mtime_ns
+            if is_replaced or now.st_size != before.st_size:
+                raise DatasetError(
+                    f"{path} is another file than the run has opened; restore it, and do not change the files of a "
+                    "corpus that a run reads"
+                )
 
     def __len__(self) -> int:
         return len(self.sizes)

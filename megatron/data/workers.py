@@ -21,9 +21,12 @@ def describe_worker_end(error: BaseException) -> str | None:
     match = _WORKER_ENDED.search(str(error))
     if not match:
         return None
-    cause = f"was killed by the signal {match[2].strip()!r}" if match[2] else "ended without a message"
+    cause = f"was killed by the signal {match[2].strip()!r}" if match[2] else "ended"
     advice = "the machine may have too little memory, or little shared memory in /dev/shm: lower --num-workers"
-    return f"the data worker with process id {match[1]} {cause}; {advice}, or pass --num-workers 0"
+    return (
+        f"the data worker with process id {match[1]} {cause}; if it has printed no error above, {advice}, or pass "
+        "--num-workers 0"
+    )
 
 
 @contextmanager

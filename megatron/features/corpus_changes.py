@@ -40,12 +40,15 @@ def identity_of(file: CorpusFile) -> Identity:
 class FileWatch:
     """The local files of corpora that this rank reads, as they were when they were last looked at.
 
-    folder: the run's checkpoints. iteration: the one at which the files were opened.
+    `begin` comes before the other methods.
     """
 
-    def __init__(self, files: Sequence[CorpusFile], folder: Path, iteration: int) -> None:
+    def __init__(self, files: Sequence[CorpusFile]) -> None:
         self._files = [file for file in files if not file.cache]
         self._known = {file.path: identity_of(file) for file in self._files}
+
+    def begin(self, folder: Path, iteration: int) -> None:
+        """Begin to watch. folder: the run's checkpoints. iteration: the one at which the files were opened."""
         self._folder = folder
         self._last_clean = iteration
 

@@ -18,7 +18,7 @@ from ..ranks.objects import gather_objects
 from ..ranks.rank_0 import print_rank_0
 from ..storage import RemotePath, to_path
 from ..training.data_ranks import reads_data
-from ..training.feature import Feature
+from ..training.feature import Feature, Plan
 from ..training.inputs import blocks_at_start, corpora_of_run
 from ..training.run_folder import save_dir_of
 from ..training.run_state import Run
@@ -36,13 +36,16 @@ class CorpusChecks(Feature):
     checks this copy. Of objects in storage, a node compares the blocks that are in its cache.
     """
 
+    def prepare(self, plan: Plan) -> None:
+        # Before the data sets are opened, so that a change of their files until the first save is noticed.
+        self._files = _files_of(plan.config) if reads_data() else []
+        self._watch = FileWatch(self._files)
+
     def start(self, run: Run) -> None:
-        config = run.config
-        self._config = config
-        files = _files_of(config) if reads_data() else []
-        self._watch = FileWatch(files, save_dir_of(config, run.run_dir), run.state.iteration)
+        self._config = run.config
+        self._watch.begin(save_dir_of(run.config, run.run_dir), run.state.iteration)
         self._checkers: list[Checker] = []
-        self._compare(files, blocks_at_start(config))
+        self._compare(self._files, blocks_at_start(run.config))
 
     def before_step(self, iteration: int) -> None:
         for checker in self._checkers:

@@ -65,8 +65,23 @@ def started(prefix: str) -> CorpusChecks:
     run: Any = SimpleNamespace(
         config=parse(["--data-path", prefix]), run_dir=folder, state=SimpleNamespace(iteration=10)
     )
+    feature.prepare(run)
     feature.start(run)
     return feature
+
+
+def test_a_change_between_the_opening_and_the_first_step_is_noticed(quick: None, tmp_path: Path) -> None:
+    """A large model takes minutes to build after the data sets were opened."""
+    prefix = corpus(tmp_path / "x")
+    feature = CorpusChecks()
+    run: Any = SimpleNamespace(
+        config=parse(["--data-path", prefix]), run_dir=tmp_path, state=SimpleNamespace(iteration=0)
+    )
+    feature.prepare(run)
+    change_token(prefix, 5)
+    feature.start(run)
+    with pytest.raises((RunError, DatasetError), match=rf"{prefix}\.bin"):
+        feature.before_save(20)
 
 
 def test_each_block_is_compared(quick: None, tmp_path: Path) -> None:

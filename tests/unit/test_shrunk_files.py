@@ -1,6 +1,7 @@
 """A corpus that becomes shorter under a run, and a data worker that ends, give one sentence that names them."""
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -11,7 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from data_utils.documents import chunks, documents
+from data_utils.files import Source
 from data_utils.indexed_writer import IndexedDatasetBuilder
+from data_utils.streams import InputError
 from megatron.config.command_line import parse
 from megatron.data.gpt2_dataset import GPT2Dataset
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
@@ -60,6 +64,33 @@ def test_a_deleted_file_stays_readable(prefix: str) -> None:
     dataset = GPT2Dataset(IndexedDataset(prefix), range(100), 128, 7, "train")
     os.unlink(f"{prefix}.bin")
     assert all(int(value) == 5 for value in dataset[3]["text"])
+
+
+def test_a_worker_that_opens_other_files_than_the_run_says_so(prefix: str) -> None:
+    """Workers of an evaluation start while the run trains. The order of samples is that of the old files."""
+    pickled = pickle.dumps(IndexedDataset(prefix))
+    assert pickle.loads(pickled).num_tokens == TOKENS
+    with IndexedDatasetBuilder(f"{prefix}.new", np.uint16) as builder:
+        for _ in range(50):
+            builder.add_document([6] * (TOKENS // 50))
+    for ending in ("bin", "idx"):
+        os.replace(f"{prefix}.new.{ending}", f"{prefix}.{ending}")
+    with pytest.raises(DatasetError, match=prefix):
+        pickle.loads(pickled)
+
+
+def test_a_text_that_is_replaced_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    """Each worker opens the path again; the ranges of bytes are those of the old file."""
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": "old"}\n' * 100)
+    first, second, *_ = chunks(Source(str(path)), 400)
+    assert len(list(documents(first))) > 10
+    os.utime(path, ns=(1, 1))  # copied times do not matter
+    other = tmp_path / "new"
+    other.write_text('{"text": "newer"}\n' * 100)
+    other.rename(path)
+    with pytest.raises(InputError, match=str(path)):
+        list(documents(second))
 
 
 def test_a_worker_that_fails_and_one_that_is_killed(prefix: str) -> None:
