@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import Field, fields
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 from .defaults import DEFAULTS
 from .fields import ConfigError, flag, types_of
@@ -37,14 +37,6 @@ examples:
 """
 TITLE_WIDTH = 28  # columns of the names of flags
 MAX_WIDTH = 100
-
-
-class _FlagHelp(NamedTuple):
-    """A setting, the title of its flag, and what `--help` says of it."""
-
-    name: str
-    title: str
-    text: str
 
 
 def _flag_title(section: type, setting: "Field[Any]") -> str:
@@ -87,12 +79,6 @@ def fields_own_first(section: type) -> list["Field[Any]"]:
     return own_first
 
 
-def _flags_of_section(section: type, family: str | None) -> list[_FlagHelp]:
-    """Return the settings of a section that the family reads."""
-    read = [f for f in fields_own_first(section) if _is_read(f, family)]
-    return [_FlagHelp(f.name, _flag_title(section, f), _help_with_default(f, family)) for f in read]
-
-
 def _format_flag(title: str, text: str, width: int) -> Iterator[str]:
     """Yield the lines of a flag: its title on the left, and what it does on the right."""
     wrapped = textwrap.wrap(text, width - TITLE_WIDTH, break_on_hyphens=False)
@@ -105,30 +91,32 @@ def _format_flag(title: str, text: str, width: int) -> Iterator[str]:
 
 
 class _Help:
-    """The settings that a script reads, by section and by name, and the width of the text."""
+    """The settings that a script reads, and the width of the text.
+
+    sections: name of a section -> names of its settings. flags: name of a setting -> lines of its help.
+    """
 
     def __init__(self, script: str, family: str | None) -> None:
         self.script = script
         self.family = family
         columns = shutil.get_terminal_size().columns  # COLUMNS, if it is set to a number
         self.width = min(columns, MAX_WIDTH)
-        self.sections: dict[str, list[_FlagHelp]] = {}
-        self.flags: dict[str, _FlagHelp] = {}
+        self.sections: dict[str, list[str]] = {}
+        self.flags: dict[str, list[str]] = {}
         for name, section in SECTIONS.items():
-            section_flags = _flags_of_section(section, family)
-            self.sections[name] = section_flags
-            self.flags.update({each.name: each for each in section_flags})
-
-    def flag_lines(self, name: str) -> Iterator[str]:
-        """Yield the lines of a setting."""
-        setting = self.flags[name]
-        return _format_flag(setting.title, setting.text, self.width)
+            self.sections[name] = []
+            for f in fields_own_first(section):
+                if _is_read(f, family):
+                    title = _flag_title(section, f)
+                    text = _help_with_default(f, family)
+                    self.flags[f.name] = list(_format_flag(title, text, self.width))
+                    self.sections[name].append(f.name)
 
     def section_lines(self, name: str) -> Iterator[str]:
         """Yield the lines of a section's settings, below its name."""
         yield f"{name}:"
         for each in self.sections[name]:
-            yield from self.flag_lines(each.name)
+            yield from self.flags[each]
         yield ""
 
     def overview_lines(self) -> Iterator[str]:
@@ -137,7 +125,7 @@ class _Help:
         yield from _format_flag("--config FILE", CONFIG_HELP, self.width)
         for name in COMMON_FLAGS:
             if name in self.flags:
-                yield from self.flag_lines(name)
+                yield from self.flags[name]
         names = ", ".join(self.sections)
         hint = f"--help SECTION shows the flags of a section ({names}), --help FLAG one flag, --help all every flag."
         yield from ("", *textwrap.wrap(hint, self.width, break_on_hyphens=False), "")
@@ -154,7 +142,7 @@ def help_text(script: str, family: str | None, topic: str | None) -> str:
         return "\n".join(page.overview_lines())
     name = topic.removeprefix("--").replace("-", "_")
     if name in page.flags:
-        return "\n".join(page.flag_lines(name))
+        return "\n".join(page.flags[name])
     if name in page.sections:
         return "\n".join(page.section_lines(name))
     if name == "all":
