@@ -4,7 +4,7 @@ The flags and the JSON keys that `command_line.py` accepts follow from the field
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from .batches import BatchSchedule, parse_batch_schedule
@@ -115,11 +115,7 @@ class Config:
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Return all settings by section, as in config.json."""
-        by_section = {}
-        for name, section in SECTIONS.items():
-            values = getattr(self, name)
-            by_section[name] = {f.name: getattr(values, f.name) for f in fields(section)}
-        return by_section
+        return asdict(self)
 
 
 SECTIONS: dict[str, type[Any]] = get_type_hints(Config)
