@@ -65,7 +65,11 @@ class ExpertsConfig(Section):
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()
         if self.num_experts is None:
-            yield from self._problems_without_experts()
+            for f in fields(ExpertsConfig):
+                value = getattr(self, f.name)
+                is_off = (f.name, value) == ("router_aux_loss", 0.0)  # as if there were no experts
+                if value != f.default and not is_off:
+                    yield f"{flag(f.name)} needs --num-experts; for one MLP, give only --ff-hidden-size"
             return
         words = self.moe_layer_frequency
         is_pattern = len(words) > 1  # one number for each layer
@@ -86,14 +90,6 @@ class ExpertsConfig(Section):
                 "train without experts, leave --num-experts out",
             ),
         )
-
-    def _problems_without_experts(self) -> Iterator[str]:
-        """Yield an error text for each setting of experts that is given without --num-experts."""
-        for f in fields(ExpertsConfig):
-            value = getattr(self, f.name)
-            is_off = (f.name, value) == ("router_aux_loss", 0.0)  # as if there were no experts
-            if value != f.default and not is_off:
-                yield f"{flag(f.name)} needs --num-experts; for one MLP, give only --ff-hidden-size"
 
     @property
     def has_aux_loss(self) -> bool:
