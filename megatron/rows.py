@@ -45,8 +45,8 @@ def parse_row(line: str) -> dict[str, Any] | None:
         raise RowError(f'"iteration" is {format_value(iteration, 40)}, not a whole number')
     for name in NUMBER_KEYS:
         value = row.get(name)
-        # In Python, True and False are numbers, too.
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+        # True and False, which are instances of int in Python, are no numbers here.
+        if value is not None and type(value) not in (int, float):
             raise RowError(f'"{name}" is {format_value(value, 40)}, not a number')
     if not _is_layer_table(row.get("layers", {})):
         raise RowError('"layers" is not an object of objects of numbers')

@@ -25,8 +25,6 @@ RECONCILED_KEYS = {
 SECTION_KEYS = {
     "zero_optimization", "fp16", "bf16", "flops_profiler", "comms_logger", "tensorboard", "wandb", "csv_monitor",
 }  # fmt: skip
-ENABLED_EXAMPLE = '{"enabled": true}'
-SECTION_EXAMPLES = {"zero_optimization": '{"stage": 1}'}
 NUMBER_KEYS = {
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
     "steps_per_print",
@@ -63,8 +61,7 @@ def read_file(config: Config, find_problem: Callable[[str, Content], str | None]
             raise ConfigError(f"{path}: in {key!r}, {brief(problem, 300)}")
     for key in NUMBER_KEYS & content.keys():
         value = content[key]
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)  # True is an int in Python
-        if not is_number or not isfinite(value):
+        if type(value) not in (int, float) or not isfinite(value):  # True, an int in Python, is no number here
             raise ConfigError(f"{path}: {key!r} must be a number, not {format_value(value)}")
     _require_overflow_checks(content, path)
     return content
@@ -121,7 +118,7 @@ def _normalize_section(key: str, value: Any, path: str) -> Content:
     if isinstance(value, bool):  # `"zero_optimization": true` is ZeRO 1, `"bf16": true` enables bf16
         value = {"stage": int(value)} if key == "zero_optimization" else {"enabled": value}
     if not isinstance(value, dict):
-        example = SECTION_EXAMPLES.get(key, ENABLED_EXAMPLE)
+        example = '{"stage": 1}' if key == "zero_optimization" else '{"enabled": true}'
         raise ConfigError(f"{path}: {key!r} must be an object, such as {example}, not {format_value(value)}")
     section = {name: setting for name, setting in value.items() if setting not in ("auto", None)}
     if not isinstance(section.get("enabled", False), bool):

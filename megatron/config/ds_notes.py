@@ -108,12 +108,10 @@ def _ineffective_in_bf16(keys: Keys, precision: str, zero: int, offloads: bool) 
             yield key, f"the run is in {precision}"
         return
     # Only ZeRO 1 uses DeepSpeed's optimizer for bf16; with offloading, it uses the optimizer of the other stages.
-    early_update = "immediate_grad_update"
-    bf16_states = "bf16_master_weights_and_grads"
-    if early_update in given and zero != 1:
-        yield early_update, f"the stage of ZeRO is {zero}"
-    if bf16_states in given and zero == 1 and not offloads:
-        yield bf16_states, "the stage of ZeRO is 1"
+    if "immediate_grad_update" in given and zero != 1:
+        yield "immediate_grad_update", f"the stage of ZeRO is {zero}"
+    if "bf16_master_weights_and_grads" in given and zero == 1 and not offloads:
+        yield "bf16_master_weights_and_grads", "the stage of ZeRO is 1"
 
 
 def keys_read_by_zero1(given: Keys, precision: str, zero: int) -> set[str]:

@@ -76,8 +76,7 @@ def _entry_problems(entry: Mapping[str, Any], where: str) -> Iterator[str]:
 
 def _is_rate(value: Any) -> bool:
     """Return whether a value of a JSON file is a finite number of at least 0, such as a factor or a weight decay."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)  # True is an int in Python
-    return is_number and 0 <= value <= sys.float_info.max
+    return type(value) in (int, float) and 0 <= value <= sys.float_info.max  # not True, which is an int in Python
 
 
 def match_rules(rules: Iterable[ParamRule], names: Collection[str]) -> dict[str, ParamRule]:
