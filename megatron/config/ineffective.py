@@ -5,23 +5,21 @@ because it takes effect once other settings change.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .fields import flag
 from .messages import format_flag
 from .sections import Config, settings
 
-Condition = Callable[[Config, int, Any], bool]
+Condition = Callable[[Config, Any], bool]
 _DEFAULTS = {f.name: f.default for _, _, f in settings()}
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """Settings that have no effect under a condition.
 
-    names: names of settings, separated by spaces. applies: condition on the settings of the run, the number of ranks
-    and the given value. reason: template of the reason, with names of settings in braces. off_value: value that asks
+    names: names of settings, separated by spaces. applies: condition on the settings of the run and the
+    given value. reason: template of the reason, with names of settings in braces. off_value: value that asks
     for nothing and needs no note. note: whole note, for a setting that does not do what its name says.
     """
 
@@ -32,22 +30,22 @@ class Row:
     note: str = "{flag} has no effect: {reason}"
 
 
-def _no_tensor_parallelism(config: Config, ranks: int, value: Any) -> bool:
+def _no_tensor_parallelism(config: Config, value: Any) -> bool:
     return config.parallel.model_parallel_size == 1
 
 
-def _no_use_of_interval(config: Config, ranks: int, value: Any) -> bool:
+def _no_use_of_interval(config: Config, value: Any) -> bool:
     train: Any = config.train  # the settings of a feature are not among the declared attributes
     is_for_samples = bool(train.sample_prompt) and train.sample_interval is None
     return config.train.eval_iters == 0 and not is_for_samples
 
 
-def _no_use_of_held_out_data(config: Config, ranks: int, value: Any) -> bool:
+def _no_use_of_held_out_data(config: Config, value: Any) -> bool:
     # Beside --data-stages, these flags also let training use the documents that --split would hold out.
     return config.train.eval_iters == 0 and config.data.data_stages is None
 
 
-def _separate_corpora(config: Config, ranks: int, value: Any) -> bool:
+def _separate_corpora(config: Config, value: Any) -> bool:
     """Return whether no corpus is divided into training, validation and test documents."""
     d = config.data
     if d.train_data_path is not None:
@@ -56,13 +54,13 @@ def _separate_corpora(config: Config, ranks: int, value: Any) -> bool:
     return d.data_stages is not None and names_held_out
 
 
-def _scales_nothing(config: Config, ranks: int, value: Any) -> bool:
+def _scales_nothing(config: Config, value: Any) -> bool:
     """Return whether --rope-scaling leaves all positions unscaled."""
     m = config.model
     return m.rope_scaling is not None and m.rope_scaling_factor == 1 and m.rope_attention_factor in (None, 1)
 
 
-def _ignores_seq_length(config: Config, ranks: int, value: Any) -> bool:
+def _ignores_seq_length(config: Config, value: Any) -> bool:
     """Return whether neither the samples nor the positions of a T5 depend on --seq-length."""
     m = config.model
     d = config.data
@@ -91,7 +89,7 @@ def _computed_operations(config: Config) -> set[str]:
     return {name for name, used in is_computed.items() if used}
 
 
-def _computes_none(config: Config, ranks: int, value: Any) -> bool:
+def _computes_none(config: Config, value: Any) -> bool:
     """Return whether the model computes none of the operations `value`; a custom model may compute any."""
     return config.model.family is not None and bool(value) and not set(value) & _computed_operations(config)
 
@@ -100,34 +98,33 @@ ROWS = (
     # batches and evaluation
     Row(
         "gas",
-        lambda c, ranks, value: c.train.batch_size_schedule is not None and value != c.train.gas,
+        lambda c, value: c.train.batch_size_schedule is not None and value != c.train.gas,
         "--batch-size-schedule {batch_size_schedule} is given",
     ),
     Row(
         "train_iters",
-        lambda c, ranks, value: c.train.train_samples is not None and value != c.train.train_iters,
+        lambda c, value: c.train.train_samples is not None and value != c.train.train_iters,
         "--train-samples {train_samples} is given",
     ),
     Row("eval_interval", _no_use_of_interval, "--eval-iters is 0"),
     Row("valid_data_path test_data_path", _no_use_of_held_out_data, "--eval-iters is 0"),
-    Row("check_replicas", lambda c, ranks, value: ranks == 1, "there is one rank"),
     # data
     Row("split", _separate_corpora, "other flags name the corpora of training and of validation"),
     Row(
         "noise_density mean_span_length",
-        lambda c, ranks, value: c.is_t5 and c.objective != "span-corruption",
+        lambda c, value: c.is_t5 and c.objective != "span-corruption",
         "--objective is {objective}, which masks no spans",
     ),
     Row(
         "reset_position_ids reset_attention_mask",
-        lambda c, ranks, value: c.model.family is not None and c.objective == "sft",
+        lambda c, value: c.model.family is not None and c.objective == "sft",
         "with --objective sft, each conversation is a document of its own",
     ),
     Row("seq_length", _ignores_seq_length, "--enc-seq-length {enc_seq_length} sets the length of this T5's samples"),
     # model
     Row(
         "relative_attention_num_buckets relative_attention_max_distance",
-        lambda c, ranks, value: c.model.family is not None and c.model.position_embedding != "relative",
+        lambda c, value: c.model.family is not None and c.model.position_embedding != "relative",
         "--position-embedding is {position_embedding}",
     ),
     Row(
@@ -138,86 +135,89 @@ ROWS = (
     ),
     Row(
         "logits_chunk_size",
-        lambda c, ranks, value: "cross-entropy" in c.model.reference_ops,
+        lambda c, value: "cross-entropy" in c.model.reference_ops,
         "--reference-ops cross-entropy computes all logits at once",
     ),
     Row("reference_ops", _computes_none, "this model computes no such operation"),
     Row(
         "router_aux_loss",
-        lambda c, ranks, value: not c.model.has_aux_loss,
+        lambda c, value: not c.model.has_aux_loss,
         "it is for --router-balance aux-loss or bias-and-aux-loss",
     ),
     Row(
         "router_bias_rate",
-        lambda c, ranks, value: not c.model.has_router_bias,
+        lambda c, value: not c.model.has_router_bias,
         "it is for --router-balance bias or bias-and-aux-loss",
     ),
     Row(
         "experts_per_token",
-        lambda c, ranks, value: c.model.num_experts is not None and value == 1 and c.model.normalize_expert_weights,
+        lambda c, value: c.model.num_experts is not None and value == 1 and c.model.normalize_expert_weights,
         "",
         note="with --experts-per-token 1, normalized weights of experts are always 1, so only the losses of the "
         "router train it; --no-normalize-expert-weights lets the loss of the model train it, too",
     ),
     Row(
         "mup_base_num_key_value_heads",
-        lambda c, ranks, value: c.optim.optimizer != "muon",
+        lambda c, value: c.optim.optimizer != "muon",
         "the rules for --optimizer {optimizer} do not depend on the number of key/value heads",
     ),
     # layout
     Row(
         "pipeline_schedule virtual_pipeline_size pipeline_timeout",
-        lambda c, ranks, value: c.parallel.pipe_parallel_size == 0,
+        lambda c, value: c.parallel.pipe_parallel_size == 0,
         "there is no pipeline",
         off_value=1,
     ),
     Row(
         "partition_method pipeline_extra_warmup",
-        lambda c, ranks, value: c.parallel.stages == 1,
+        lambda c, value: c.parallel.stages == 1,
         "there is one stage",
     ),
     Row("sequence_parallel", _no_tensor_parallelism, "--model-parallel-size is 1", off_value=False),
     Row("async_tensor_model_parallel_allreduce", _no_tensor_parallelism, "--model-parallel-size is 1"),
     Row(
         "checkpoint_num_layers",
-        lambda c, ranks, value: not c.parallel.checkpoint_activations,
+        lambda c, value: not c.parallel.checkpoint_activations,
         "--checkpoint-activations is not given",
         off_value=1,
     ),
     Row(
         "overlap_grad_reduce",
-        lambda c, ranks, value: c.parallel.zero_stage in (2, 3) or c.train.precision == "fp16",
+        lambda c, value: c.parallel.zero_stage in (2, 3) or c.train.precision == "fp16",
         "DeepSpeed reduces the gradients with ZeRO 2, ZeRO 3 and fp16",
     ),
     # optimizer and learning rate
-    Row("adam_beta1 adam_beta2 adam_eps", lambda c, ranks, value: c.optim.optimizer == "sgd", "the optimizer is sgd"),
-    Row("min_lr", lambda c, ranks, value: c.optim.lr_decay_style == "constant", "the learning rate is constant"),
+    Row("adam_beta1 adam_beta2 adam_eps", lambda c, value: c.optim.optimizer == "sgd", "the optimizer is sgd"),
+    Row("min_lr", lambda c, value: c.optim.lr_decay_style == "constant", "the learning rate is constant"),
     Row(
         "lr_decay_iters lr_decay_samples",
-        lambda c, ranks, value: c.optim.lr_decay_style == "constant" and c.optim.warmup == 0,
+        lambda c, value: c.optim.lr_decay_style == "constant" and c.optim.warmup == 0,
         "the learning rate is constant and has no warm-up",
     ),
     Row(
         "lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style",
-        lambda c, ranks, value: c.optim.lr_decay_style != "wsd",
+        lambda c, value: c.optim.lr_decay_style != "wsd",
         "--lr-decay-style is {lr_decay_style}",
     ),
     Row(
         "embedding_weight_decay",
-        lambda c, ranks, value: c.optim.weight_decay == 0 and c.optim.param_groups is None,
+        lambda c, value: c.optim.weight_decay == 0 and c.optim.param_groups is None,
         "--weight-decay is 0",
     ),
     # checkpoints
     Row(
         "save",
-        lambda c, ranks, value: str(value).lower().startswith("memory://"),
+        lambda c, value: str(value).lower().startswith("memory://"),
         "",
         note="{flag} keeps checkpoints only in the memory of each process, so they are lost when the run ends; give a "
         "folder or the URL of object storage to keep them",
     ),
-    Row("exit_on_missing_checkpoint", lambda c, ranks, value: c.checkpoint.load is None, "--load is not given"),
-    Row("load_optim load_rng", lambda c, ranks, value: c.checkpoint.finetune, "--finetune loads only the weights"),
+    Row("exit_on_missing_checkpoint", lambda c, value: c.checkpoint.load is None, "--load is not given"),
+    Row("load_optim load_rng", lambda c, value: c.checkpoint.finetune, "--finetune loads only the weights"),
 )
+
+# A further row of a run of one rank.
+ONE_RANK = Row("check_replicas", lambda c, value: True, "there is one rank")
 
 
 def notes(config: Config, ranks: int, given: Mapping[str, Any]) -> Iterator[str]:
@@ -226,15 +226,18 @@ def notes(config: Config, ranks: int, given: Mapping[str, Any]) -> Iterator[str]
     A value that equals its default and is None, False, 0 or empty asks for nothing, so it gets no note.
     """
     values = {"objective": config.objective}
-    for section, _, setting in settings():
-        values[setting.name] = getattr(getattr(config, section), setting.name)
-    for row in ROWS:
+    for section in config.to_dict().values():
+        values |= section
+    rows = [*ROWS]
+    if ranks == 1:
+        rows.append(ONE_RANK)
+    for row in rows:
         for name in row.names.split():
             if name not in given:
                 continue
             value = given[name]
             is_default = value == _DEFAULTS[name]
             asks_for_nothing = value == row.off_value or (is_default and not value)
-            if not asks_for_nothing and row.applies(config, ranks, value):
+            if not asks_for_nothing and row.applies(config, value):
                 reason = row.reason.format(**values)
                 yield row.note.format(flag=format_flag(flag(name), value), reason=reason)
