@@ -1,188 +1,147 @@
-"""Settings of the model's layers; the other sections are in `sections.py`."""
+"""Sizes and scales of a model that follow from its settings; scales also depend on muP's base model."""
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from .decoder import LLAMA, DecoderConfig
-from .fields import at_least, between, one_of, opt
 from .model_problems import problems_of_heads, problems_of_layers, problems_of_positions
-from .model_sizes import GATED, ModelSizes
-
-__all__ = ["ACTIVATIONS", "FAMILIES", "FUSED", "GATED", "ModelConfig"]
-
-FAMILIES = ("gpt2", "llama", "t5")
-ACTIVATIONS = ("gelu", "gelu-tanh", "relu", "gated-gelu", "swiglu")
-# Operations with a fused and a reference implementation. Both implementations give the same loss up to rounding.
-FUSED = (
-    "biased-attention",
-    "cross-entropy",
-    "document-attention",
-    "gated-gelu",
-    "relative-positions",
-    "rms-norm",
-    "rope",
-    "swiglu",
-)
-
-
-def all_within(*choices: Any) -> Callable[[Any], str | None]:
-    """Return a check that returns None if all words of a value are in `choices`, and an error text otherwise."""
-    return lambda values: None if set(values) <= set(choices) else f"may name only {', '.join(map(str, choices))}"
+from .model_settings import GATED, ModelSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(ModelSizes, DecoderConfig):
-    """Settings of the model's layers."""
-
-    family: str | None = opt(
-        None,
-        f"model family: {', '.join(FAMILIES[:-1])} or {FAMILIES[-1]}, set by the entry script; none for a custom model",
-        one_of(*FAMILIES),
-    )
-    num_layers: int = opt(12, "number of transformer layers; for T5, of the encoder", at_least(1))
-    hidden_size: int = opt(768, "width of the residual stream", at_least(1))
-    num_attention_heads: int = opt(12, "number of attention heads", at_least(1))
-    kv_hidden_size: int | None = opt(
-        None, "width of one attention head; --hidden-size / --num-attention-heads if not given", at_least(1)
-    )
-    num_decoder_layers: int | None = opt(
-        None,
-        "number of layers of T5's decoder; --num-layers if not given",
-        at_least(1),
-        family=("t5",),
-    )
-    normalization: str = opt("layernorm", "type of the norms: layernorm or rmsnorm", one_of("layernorm", "rmsnorm"))
-    activation: str = opt(
-        "gelu-tanh", f"activation function of the MLP: {', '.join(ACTIVATIONS)}", one_of(*ACTIVATIONS)
-    )
-    position_embedding: str = opt(
-        "learned",
-        "position embeddings: learned, relative (T5) or rope (rotary positions, Llama)",
-        one_of("learned", "relative", "rope"),
-    )
-    relative_attention_num_buckets: int = opt(
-        32, "number of distance buckets of relative positions", at_least(4), family=("t5",)
-    )
-    relative_attention_max_distance: int = opt(
-        128,
-        "relative positions: distance in tokens from which on all distances share the last bucket",
-        at_least(2),
-        family=("t5",),
-    )
-    relative_attention_per_layer: bool = opt(
-        False,
-        "give each layer its own table of relative positions, as in UMT5, instead of one table for the encoder and one "
-        "for the decoder",
-        family=("t5",),
-    )
-    scale_attention: bool = opt(
-        True, "divide attention scores by the square root of the head size; the original T5 does not"
-    )
-    tie_embeddings: bool = opt(True, "use the embedding matrix in the output layer, too")
-    scale_tied_logits: bool = opt(
-        False,
-        "multiply logits by --hidden-size ** -0.5, as the original T5 (2019) does, whose embeddings are tied",
-        family=("t5",),
-    )
-    ff_hidden_size: int | None = opt(None, "inner width of the MLP; 4 x --hidden-size if not given", at_least(1))
-    hidden_bias: bool = opt(True, "biases in the linear layers")
-    max_position_embeddings: int | None = opt(
-        None, "longest sequence that the model can read, in tokens; --seq-length if not given"
-    )
-    vocab_size: int | None = opt(
-        None, "number of tokens in the vocabulary; taken from the tokenizer if not given", at_least(1)
-    )
-    make_vocab_size_divisible_by: int = opt(
-        128,
-        "pad the rows of the embedding table to a multiple of this number times --model-parallel-size",
-        at_least(1),
-        mutable=True,
-    )
-    hidden_dropout: float = opt(
-        0.1, "dropout on embeddings and on sub-layer outputs before the residual addition", between(0, 1), mutable=True
-    )
-    attention_dropout: float = opt(0.1, "dropout on attention weights", between(0, 1), mutable=True)
-    checkpoint_attention: bool = opt(
-        False,
-        "recompute attention scores in the backward pass (selective recomputation)",
-        mutable=True,
-    )
-    recompute_modules: tuple[str, ...] = opt(
-        (),
-        "modules whose outputs are recomputed in the backward pass: norm, qkv (queries, keys and values), activation; "
-        "meant for fused attention, which stores no attention scores",
-        all_within("norm", "qkv", "activation"),
-        mutable=True,
-    )
-    offload_activations: bool = opt(
-        False,
-        "keep activations in host memory instead of accelerator memory between forward and backward pass",
-        mutable=True,
-    )
-    logits_chunk_size: int = opt(
-        0,
-        "compute logits and loss of a micro-batch in chunks of this many tokens; 0 computes all tokens at once. "
-        "Chunks save memory only if a micro-batch has more tokens than --hidden-size plus this number, because the "
-        "forward pass then also computes the gradient of the output matrix and keeps this gradient in fp32. Chunks "
-        "slow down wide models. No effect with --reference-ops cross-entropy",
-        at_least(0),
-        mutable=True,
-    )
-    reference_ops: tuple[str, ...] = opt(
-        (),
-        f"operations to compute by slow reference formulas with torch's autograd, for checks: {', '.join(FUSED)}",
-        all_within(*FUSED),
-        mutable=True,
-    )
-    kernels: str = opt(
-        "auto",
-        "implementation of norms and Adam: torch or apex; auto uses apex if it is installed",
-        one_of("auto", "torch", "apex"),
-        mutable=True,
-    )
-    layernorm_epsilon: float = opt(1e-5, "epsilon of the norms, layernorm or rmsnorm", between(0, 1))
-    init_method_std: float = opt(0.02, "standard deviation of the initial weights", at_least(0), mutable=True)
-    mup_base_hidden_size: int | None = opt(
-        None,
-        "muP (Yang et al. 2022): --hidden-size of the base model, whose best learning rate then fits models of other "
-        "widths. Initial weights, learning rates and logits are scaled; a model of this width is unchanged",
-        at_least(1),
-    )
-    mup_base_kv_hidden_size: int | None = opt(
-        None,
-        "muP: width of an attention head in the base model. Attention scores are divided by the width instead of its "
-        "square root. If not given, that of this model: wider models have more heads",
-        at_least(1),
-    )
-    mup_base_ff_hidden_size: int | None = opt(
-        None,
-        "muP: --ff-hidden-size of the base model. If not given, its ratio to --hidden-size is that of this model",
-        at_least(1),
-    )
-    mup_base_num_key_value_heads: int | None = opt(
-        None,
-        "muP with --optimizer muon: --num-key-value-heads of the base model. If not given, their width in total has "
-        "the ratio to --hidden-size that it has in this model",
-        at_least(1),
-        family=LLAMA,
-    )
-    mup_base_num_layers: int | None = opt(
-        None,
-        "muP for depth (Yang et al. 2023): --num-layers of the base model. Outputs of attention and MLP, and the "
-        "learning rates of their weights, are multiplied by sqrt(base / --num-layers)",
-        at_least(1),
-    )
-    mup_base_num_decoder_layers: int | None = opt(
-        None,
-        "muP for depth: --num-decoder-layers of the base model. If not given, its ratio to --num-layers is that of "
-        "this model",
-        at_least(1),
-        family=("t5",),
-    )
+class ModelConfig(ModelSettings):
+    """Settings of the model's layers, and the sizes and scales that follow from them."""
 
     def _problems(self) -> Iterator[str]:
         yield from problems_of_heads(self)
         yield from problems_of_positions(self)
         yield from super()._problems()
         yield from problems_of_layers(self)
+
+    @property
+    def decoder_layers(self) -> int:
+        """Number of layers in T5's decoder."""
+        return self.num_decoder_layers or self.num_layers
+
+    @property
+    def head_size(self) -> int:
+        """Width of one attention head."""
+        return self.kv_hidden_size or self.hidden_size // self.num_attention_heads
+
+    @property
+    def key_value_heads(self) -> int:
+        """Number of key/value heads. If it is below the number of attention heads, attention is grouped-query."""
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def rotary_size(self) -> int:
+        """Number of dimensions of each head that rotary positions rotate."""
+        return int(self.head_size * self.rotary_percent)
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """True if the projections to queries, keys and values have biases."""
+        return self.hidden_bias if self.qkv_bias is None else self.qkv_bias
+
+    @property
+    def is_gated(self) -> bool:
+        """True if the MLP is gated: the product of a gate and a value projection."""
+        return self.activation in GATED
+
+    @property
+    def ff_size(self) -> int:
+        """Width of the MLP's inner layer."""
+        return self.ff_hidden_size or 4 * self.hidden_size
+
+    @property
+    def expert_ff_size(self) -> int:
+        """Width of an expert's inner layer."""
+        return self.expert_ff_hidden_size or self.ff_size
+
+    @property
+    def width_factor(self) -> float:
+        """Width of this model divided by the width of muP's base model; 1 without muP."""
+        return self.hidden_size / (self.mup_base_hidden_size or self.hidden_size)
+
+    @property
+    def branch_factor(self) -> float:
+        """Factor of the outputs of attention and MLP before the residual addition; 1 without muP for depth.
+
+        For T5 it is the factor of the encoder.
+        """
+        return math.sqrt((self.mup_base_num_layers or self.num_layers) / self.num_layers)
+
+    @property
+    def decoder_branch_factor(self) -> float:
+        """The `branch_factor` of T5's decoder."""
+        base = self.mup_base_num_decoder_layers
+        return math.sqrt(base / self.decoder_layers) if base else self.branch_factor
+
+    @property
+    def ff_growth(self) -> float:
+        """Inner width of the MLP divided by the inner width in muP's base model; 1 without muP."""
+        return self.ff_size / self.mup_base_ff_hidden_size if self.mup_base_ff_hidden_size else self.width_factor
+
+    @property
+    def expert_ff_growth(self) -> float:
+        """Inner width of an expert divided by the inner width in muP's base model; 1 without muP."""
+        base = self.mup_base_expert_ff_hidden_size
+        return self.expert_ff_size / base if base else self.ff_growth
+
+    @property
+    def key_value_growth(self) -> float:
+        """Width of all keys of a token divided by their width in muP's base model; 1 without muP."""
+        if self.mup_base_num_key_value_heads is None:
+            return self.width_factor
+        base = self.mup_base_num_key_value_heads * (self.mup_base_kv_hidden_size or self.head_size)
+        return self.key_value_heads * self.head_size / base
+
+    def init_std(self, growth: float) -> float:
+        """Return the standard deviation of the initial values of a matrix in attention or MLP.
+
+        growth: number of inputs of the matrix divided by the number in muP's base model.
+        """
+        return self.init_method_std / math.sqrt(growth)
+
+    @property
+    def hidden_std(self) -> float:
+        """Standard deviation of the initial values of matrices that multiply hidden states in attention and MLP."""
+        return self.init_std(self.width_factor)
+
+    def output_std(self, branches: int, growth: float, decoder: bool = False) -> float:
+        """Return the standard deviation of the initial output projections of a stack with `branches` residual branches.
+
+        It is divided by the square root of the number of branches (Radford et al. 2019), in muP's base model.
+        growth: see `init_std`. decoder: whether the stack is T5's decoder.
+        """
+        factor = self.decoder_branch_factor if decoder else self.branch_factor
+        divisor = math.sqrt(branches) * factor
+        return self.init_std(growth) / divisor
+
+    @property
+    def query_factor(self) -> float:
+        """Factor of the initial query weights.
+
+        A model that does not divide scores by sqrt(d) multiplies the initial query weights instead (Raffel et al.
+        2020).
+        """
+        if self.scale_attention:
+            return 1.0
+        return 1 / math.sqrt(self.mup_base_kv_hidden_size or self.head_size)
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor of the attention scores.
+
+        With muP, it falls as 1/d with the head size d: for a base of 64, heads of 256 have 1/8 * 64/256 = 1/32.
+        """
+        base = self.mup_base_kv_hidden_size or self.head_size
+        base_factor = 1 / math.sqrt(base) if self.scale_attention else 1.0
+        return base_factor * (base / self.head_size)
+
+    @property
+    def logits_scale(self) -> float:
+        """Factor of the hidden states from which logits are computed."""
+        base = self.mup_base_hidden_size or self.hidden_size
+        base_factor = base**-0.5 if self.scale_tied_logits else 1.0
+        return base_factor / self.width_factor

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.command_line import parse
-from megatron.config.model import FUSED
+from megatron.config.model_settings import FUSED
 from megatron.model import GPT2Model, T5Model
 from megatron.mpu import linear
 from megatron.mpu.sequence import Pending
