@@ -1,7 +1,7 @@
 """The flag --log-layers: norms, updates, activations and attention logits of each layer, equal in every layout."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -47,12 +47,10 @@ class LayerLog(Feature):
 
         # Names of all layers of the model, in the same order on all ranks, so that each has the same index everywhere.
         parameters = list(global_parameters(model))
-        stage_layers: list[str] = []
-        if hasattr(model, "named_layers"):
-            stage_layers = [name for name, _ in model.named_layers()]
+        self._layers = dict(model.named_layers()) if hasattr(model, "named_layers") else {}  # of this stage
         layer_of = {}
         for name, _ in parameters:
-            layer_of[name] = _layer_of(name, stage_layers)
+            layer_of[name] = _layer_of(name, self._layers)
         # Each rank knows only the layers of its stage, so the sets of all ranks are joined.
         all_layers: set[str] = set().union(*gather_objects(set(layer_of.values())))
         ordered = [name for name in getattr(model, "layer_names", []) if name in all_layers]
@@ -68,22 +66,20 @@ class LayerLog(Feature):
                 index_of_parameter[p] = self._layer_index[layer_of[name]]
         self._norms = StepNorms(self._engine, index_of_parameter, len(self.names), first_replica=mesh.data.rank == 0)
 
-        # Activations and attention logits; `before_step` replaces the tensors.
+        # Attention logits; `before_step` sets the tensors for them and for activations.
         compiled = any(map(is_compiled, model.modules()))
-        self._attentions = [] if compiled else list(self._attention_modules(stage_layers))
+        self._attentions = [] if compiled else list(self._attention_modules())
         if compiled:
             print_rank_0(
                 "note: --log-layers leaves out attention logits, as layers are compiled; --no-compile logs them"
             )
-        self._activations = torch.zeros(())
-        self._logits = torch.zeros(())
         self._text_mask: Tensor | None = None  # bool [b, q]: queries of the current layer that are text; None: all
         self._is_measuring = False
         self.metrics: dict[str, Metrics] = {}
 
-    def _attention_modules(self, stage_layers: list[str]) -> Any:
+    def _attention_modules(self) -> Any:
         """Yield (index of its layer, module) of each attention of this stage; nothing if the model has no layers."""
-        for name, layer in self._model.named_layers() if stage_layers else ():
+        for name, layer in self._layers.items():
             for module in layer.modules():
                 if isinstance(module, Attention):
                     yield self._layer_index[name], module
@@ -167,23 +163,20 @@ class LayerLog(Feature):
             (activations / counts).sqrt(),
             logits,
         )
-        always = torch.ones_like(counts, dtype=torch.bool)
-        is_present = torch.stack([always, always, always, counts > 0, logits != -math.inf], 1).tolist()
-        values = torch.stack(columns, 1).tolist()
-        rows = zip(self.names, values, is_present, strict=True)
-        return {name: _present_metrics(row, is_metric_present) for name, row, is_metric_present in rows}
+        all_metrics = {}
+        for name, row, count in zip(self.names, torch.stack(columns, 1).tolist(), counts.tolist(), strict=True):
+            metrics = {}
+            for metric, value in zip(METRICS, row, strict=True):
+                metrics[metric] = value if math.isfinite(value) else None
+            if not count:
+                del metrics["activation_rms"]
+            if row[-1] == -math.inf:  # no logit was seen
+                del metrics["attention_logit"]
+            all_metrics[name] = metrics
+        return all_metrics
 
 
-def _present_metrics(row: list[float], is_present: list[bool]) -> Metrics:
-    """Return metric -> value for the metrics of a layer that are `is_present`; None for NaN and Inf."""
-    metrics: Metrics = {}
-    for metric, value, is_metric_present in zip(METRICS, row, is_present, strict=True):
-        if is_metric_present:
-            metrics[metric] = value if math.isfinite(value) else None
-    return metrics
-
-
-def _layer_of(name: str, layers: list[str]) -> str:
+def _layer_of(name: str, layers: Iterable[str]) -> str:
     """Return the layer of the parameter `name`; for a model without layers, the module that holds the parameter."""
     # The longest name is that of the innermost layer.
     layer_found = max((layer for layer in layers if name.startswith(f"{layer}.")), key=len, default=None)
