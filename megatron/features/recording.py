@@ -23,17 +23,22 @@ def rank_metadata(config: Config, engine: Any) -> dict[str, Any]:
     mesh = mpu.get_mesh()
     layout = config.parallel
     rank = dist.get_rank()
-    metadata: dict[str, Any] = {"rank": rank, "ranks": dist.get_world_size(), "stage": mesh.pipe.rank}
-    metadata |= {"stages": layout.stages, "replica": mesh.data.rank, "model": mesh.model.rank}
-    metadata |= {
+    position = f"stage {mesh.pipe.rank}, replica {mesh.data.rank}, model {mesh.model.rank}"
+    return {
+        "rank": rank,
+        "ranks": dist.get_world_size(),
+        "stage": mesh.pipe.rank,
+        "stages": layout.stages,
+        "replica": mesh.data.rank,
+        "model": mesh.model.rank,
         "pipeline": layout.pipe_parallel_size > 0,
         "schedule": layout.pipeline_schedule,
         "extra_warmup": layout.pipeline_extra_warmup,
         "chunks": layout.virtual_pipeline_size,
+        "micros": config.train.gas,
+        "device": engine.device.type,
+        "name": f"rank {rank} ({position})",
     }
-    metadata |= {"micros": config.train.gas, "device": engine.device.type}
-    position = f"stage {mesh.pipe.rank}, replica {mesh.data.rank}, model {mesh.model.rank}"
-    return metadata | {"name": f"rank {rank} ({position})"}
 
 
 class Recording(Feature):
