@@ -62,9 +62,11 @@ def _names_to_delete(
     # A run must be able to resume even if the newest checkpoints are incomplete. The search for the newest complete one
     # opens files, so it is made only if something is to be deleted.
     if to_delete:
-        newest_complete = _newest_complete(folder, own_branch)
-        if newest_complete in to_delete:
-            to_delete.remove(newest_complete)
+        for name in reversed(own_branch):
+            if is_complete(folder / name):
+                if name in to_delete:
+                    to_delete.remove(name)
+                break
     return to_delete
 
 
@@ -83,21 +85,12 @@ def _saved_at_multiples(names: list[str], step: int) -> list[str]:
     return found
 
 
-def _newest_complete(folder: Path, names: list[str]) -> str | None:
-    """Return the last of `names` that is a complete checkpoint, None if none is."""
-    for name in reversed(names):
-        if is_complete(folder / name):
-            return name
-    return None
-
-
 def _checkpoints_up_to(latest: str | None, folder: Path) -> dict[str, int]:
     """Return the name and iteration of each checkpoint that is not newer than `latest`."""
-    numbered = {path.name: number for number, path in numbered_checkpoints(folder).items()}
-    if latest is None or not latest[5:].isdigit():
-        return numbered
-    newest = int(latest[5:])  # without "iter_"
-    return {name: number for name, number in numbered.items() if number <= newest}
+    newest = math.inf
+    if latest is not None and latest[5:].isdigit():
+        newest = int(latest[5:])  # without "iter_"
+    return {path.name: number for number, path in numbered_checkpoints(folder).items() if number <= newest}
 
 
 def _delete(checkpoint: Path) -> str | None:
