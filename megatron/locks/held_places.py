@@ -1,6 +1,6 @@
 """The part of a run that notices that the run directory or the checkpoint folder was removed, renamed or replaced."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..engines.engine import StepResult
 from ..ranks.objects import broadcast_from_rank_0
@@ -9,11 +9,9 @@ from ..ranks.signals import StopSignal
 from ..training.feature import Feature
 from ..training.health import SampleRange
 from ..training.run_state import Run
-from .run_lock import RunLock
 
 
-@dataclass(frozen=True)
-class LostPlace:
+class LostPlace(NamedTuple):
     """A folder whose lock this run has lost. is_retaken: whether the run took it again, so that it may save there."""
 
     message: str
@@ -46,10 +44,7 @@ class HeldPlaces(Feature):
 
     def _take_back(self) -> LostPlace | None:
         """Take all lost locks again, or none of them; return the first lost folder, None if there is none."""
-        lost: list[RunLock] = []
-        for lock in self._run.locks:
-            if lock.is_lost():
-                lost.append(lock)
+        lost = [lock for lock in self._run.locks if lock.is_lost()]
         if not lost:
             return None
         what_happened = f"{lost[0].path.parent} was removed, renamed or replaced while this run used it"
