@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import sys
 from collections.abc import Callable
 from functools import partial
 from json import JSONDecodeError
@@ -16,7 +15,6 @@ MAX_SHOWN = 120  # characters of a value in a message
 _KIND_NAMES = {
     type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "text", dict: "an object",
 }  # fmt: skip
-_TOO_LONG = re.compile(r"integer string conversion: value has (\d+) digits")
 # A string, whose last quote may be missing, or a bracket. Every text matches in linear time.
 _STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]+|\\.)*"?|[\[\]{}]', re.DOTALL)
 
@@ -61,9 +59,7 @@ def parse_json(text: str, where: str, kind: type | None = None, constants: bool 
         hooks["parse_constant"] = partial(_reject_constant, where)
     try:
         content = json.loads(text, **hooks)
-    except JsonError:
-        raise
-    except ValueError as error:
+    except JSONDecodeError as error:
         raise JsonError(f"{where}, {describe_json(text, error)}") from None
     if kind is not None and not isinstance(content, kind):
         wanted = "object" if kind is dict else "list"
@@ -153,22 +149,10 @@ def _reject_constant(where: str, word: str) -> Any:
     raise JsonError(f"{where} contains {word}, which is not a number of JSON")
 
 
-def describe_json(text: str, error: ValueError) -> str:
-    """Return why `text` is not valid JSON, given the error that `json.loads` raised."""
-    if isinstance(error, JSONDecodeError):
-        return _describe_syntax(error)
-    if found := _TOO_LONG.search(str(error)):
-        # The error does not say where the number is, so look for the first one with too many digits.
-        digits = re.search(rf"\d{{{sys.get_int_max_str_digits() + 1},}}", text)
-        line = f"line {text.count(chr(10), 0, digits.start()) + 1}: " if digits else ""
-        return f"{line}a number of {found[1]} digits, too many for any setting or count"
-    return " ".join(str(error).split())
-
-
-def _describe_syntax(error: JSONDecodeError) -> str:
-    """Return the line and the mistake, with a specific message for the most common mistakes."""
-    before = error.doc[: error.pos].rstrip()
-    after = error.doc[error.pos :].lstrip()
+def describe_json(text: str, error: JSONDecodeError) -> str:
+    """Return the line and the mistake if `text` is not JSON, with a specific message for the most common mistakes."""
+    before = text[: error.pos].rstrip()
+    after = text[error.pos :].lstrip()
     if after.startswith(","):  # Python 3.13 reports the comma, older versions what follows it
         before = f"{before},"
         after = after[1:].lstrip()
