@@ -7,7 +7,6 @@ import errno
 import fnmatch
 import functools
 import io
-import itertools
 import os
 import re
 import time
@@ -34,7 +33,7 @@ MISSPELLED = "s3a?|gcs|gs|hdfs|s?ftp|https?|file"  # schemes that are recognized
 # Text that begins like a URL: a scheme and ":/", a kind of object storage and ":", or a scheme and "//".
 _LIKE_URL = re.compile(rf"([a-z][a-z0-9+.-]+):/|({'|'.join(STORES)}):|({MISSPELLED})//|://", re.IGNORECASE)
 _PERMANENT_ERRORS = (
-    FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError, NotImplementedError,
+    IsADirectoryError, NotADirectoryError, ImportError, NotImplementedError, ValueError, TypeError,
 )  # fmt: skip
 
 
@@ -98,11 +97,6 @@ def _find_mistake(text: str) -> str | None:
     has_empty_bucket = scheme in STORES and stripped[len(scheme) :].startswith(":///")
     if has_empty_bucket or not _URL.match(stripped):
         return f"it is not one; did you mean {corrected}?"
-    return _find_path_mistake(scheme, rest)
-
-
-def _find_path_mistake(scheme: str, rest: str) -> str | None:
-    """Return what is wrong with the path `rest` of a URL, or None."""
     parts = rest.removesuffix("/").split("/")
     names = [part for part in parts if part not in ("", ".")]
     if names != parts:  # a path drops these parts, so it would name another object
@@ -131,7 +125,9 @@ class RemotePath(PosixPath):
         """
         url = str(self)
         begin = time.monotonic()
-        for attempt in itertools.count(1):
+        attempt = 0
+        while True:
+            attempt += 1
             try:
                 return call(_file_system(url.partition("://")[0], os.getpid()), url)
             except FileNotFoundError as error:
@@ -142,7 +138,6 @@ class RemotePath(PosixPath):
                 if delay is None:
                     raise StorageError(f"could not {verb} {url}: {_failure_reason(error, attempt)}") from None
             time.sleep(delay)
-        raise AssertionError("unreachable")
 
     def info(self) -> dict[str, Any]:
         """Return what the storage knows of the object. Raises FileNotFoundError if there is none."""
@@ -312,7 +307,7 @@ def _check_size(data: bytes, size: int) -> bytes:
 
 def _is_permanent(error: Exception) -> bool:
     """Return whether repeating the request would be of no use."""
-    return isinstance(error, (*_PERMANENT_ERRORS, ValueError, TypeError)) or _is_refusal(error)
+    return isinstance(error, _PERMANENT_ERRORS) or _is_refusal(error)
 
 
 def _is_refusal(error: Exception) -> bool:
