@@ -40,7 +40,7 @@ class GuardedStream:
         except (OSError, ValueError) as error:
             self._report(error)
             return len(text)
-        if self._lost_writes and text.strip():  # the stream works again, so its next failure is reported
+        if text.strip():  # the stream works again, so its next failure is reported
             self._lost_writes = 0
         return len(text)
 
