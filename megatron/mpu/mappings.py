@@ -23,18 +23,14 @@ AxisFunction = Callable[[Tensor, Any], Tensor]  # (tensor, Axis or, in a compile
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
-    """Return the sum of x [...] over the ranks of `axis`, in a new tensor (`x` itself if there is one rank)."""
-    if axis.size == 1:
-        return x
+    """Return the sum of x [...] over the ranks of `axis`, at least two, in a new tensor."""
     x = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(x, group=axis.group)
     return x
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
-    """Gather [..., n/t] of each of t ranks into [..., n] on every rank."""
-    if axis.size == 1:
-        return x
+    """Gather [..., n/t] of each of t ranks, at least two, into [..., n] on every rank."""
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(axis.size)]
     dist.all_gather(parts, x.contiguous(), group=axis.group)
     return torch.cat(parts, dim=-1)
@@ -42,8 +38,6 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
 
 def local_part(x: Tensor, axis: Axis) -> Tensor:
     """Return this rank's part of x along the last dimension: [..., n] -> [..., n/t] on t ranks."""
-    if axis.size == 1:
-        return x
     if x.shape[-1] % axis.size:
         raise ValueError(f"a last dimension of {x.shape[-1]} cannot be split over {axis.size} model-parallel ranks")
     return x.chunk(axis.size, dim=-1)[axis.rank].contiguous()
