@@ -81,7 +81,8 @@ class StreamWriter:
         # One thread hashes and one flushes to disk while this thread writes.
         self._hasher = ThreadPoolExecutor(1)
         self._syncer = ThreadPoolExecutor(1)
-        self._synced: Future[None] | None = None
+        self._synced = Future[None]()  # the last fdatasync in the background; at first, none is running
+        self._synced.set_result(None)
         self._file = open(path, "wb")  # noqa: SIM115  # closed by __exit__
         self._next_slot = 0
         self._write_block(struct.pack("<Q", len(header_bytes)) + header_bytes)  # <Q: 8 bytes, little-endian
@@ -91,14 +92,9 @@ class StreamWriter:
         hashed = self._hasher.submit(self._digest.update, block)
         self._file.write(block)
         hashed.result()
-        if self._synced is None or self._synced.done():
-            self._check_synced()
+        if self._synced.done():
+            self._synced.result()  # raises its OSError, which a later fdatasync would not report again
             self._synced = self._syncer.submit(os.fdatasync, self._file.fileno())  # the disk writes in the background
-
-    def _check_synced(self) -> None:
-        """Raise the OSError of the last fdatasync in the background, as a later fdatasync would not report it again."""
-        if self._synced is not None:
-            self._synced.result()
 
     def add(self, name: str, value: Tensor) -> None:
         """Write the next declared tensor. Raises ValueError if its name or shape differs from the declaration."""
@@ -130,7 +126,7 @@ class StreamWriter:
         if self._next_slot != len(self._slots):
             raise ValueError(f"{self._slots[self._next_slot].name} was declared but not written")
         self._file.flush()
-        self._check_synced()
+        self._synced.result()
         os.fsync(self._file.fileno())
 
     @property
