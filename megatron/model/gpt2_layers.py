@@ -96,22 +96,18 @@ class WordEmbedding(nn.Module):
         tokens, position_ids, document_ids = inputs
         return self.word_embeddings(tokens.t()), position_ids, document_ids
 
-    def project_to_logits(self, hidden: Tensor) -> "Tensor | mpu.DeferredLogits":
-        """Return logits [s, b, v/t] of hidden [s, b, h], including the logits of the vocabulary's padding.
+    def run_output_layer(self, inputs: tuple[Tensor, ...]) -> "Tensor | mpu.DeferredLogits":
+        """Return logits [s, b, v/t] of (hidden [s, b, h], ...), including the logits of the vocabulary's padding.
 
         With more tokens than --logits-chunk-size, return `DeferredLogits`, which compute the logits in chunks.
         """
+        hidden = inputs[0]
         if self.logits_scale != 1.0:
             hidden = hidden * self.logits_scale
         tokens = mpu.whole_length(hidden, self.sequence) * hidden.shape[1]
         if self.logits_chunk_size and tokens > self.logits_chunk_size:
             return self.word_embeddings.deferred_logits(hidden, self.logits_chunk_size)
         return self.word_embeddings.logits(hidden)
-
-    @staticmethod
-    def run_output_layer(embedding: "WordEmbedding", inputs: tuple[Tensor, ...]) -> "Tensor | mpu.DeferredLogits":
-        """Return logits [s, b, v/t] or DeferredLogits of inputs (hidden [s, b, h], ...), see `project_to_logits`."""
-        return embedding.project_to_logits(inputs[0])
 
 
 class ModelStart(nn.Module):

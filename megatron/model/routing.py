@@ -67,7 +67,7 @@ def with_router_loss(layers: Sequence[Layer]) -> list[Layer]:
 
 def _logits_and_loss(embedding: WordEmbedding, inputs: tuple[Tensor, ...]) -> Any:
     """Return the logits of (hidden [s, b, h], ..., loss) and the routers' loss [n]; in evaluation only the logits."""
-    logits = embedding.project_to_logits(inputs[0])
+    logits = embedding.run_output_layer(inputs)
     if not embedding.training:
         return logits
     return logits, inputs[-1]
