@@ -1,8 +1,6 @@
 """Weights that the optimizer treats in a special way: those that Muon orthogonalises, and those of embeddings."""
 
-from typing import Any
-
-from torch import nn
+from torch import Tensor, nn
 
 from megatron import mpu
 
@@ -18,21 +16,17 @@ def muon_parameters(model: nn.Module) -> Weights:
 
     The attribute `use_muon` of a weight, True or False, overrides this choice; DeepSpeed reads the same attribute.
     """
-    layer_weights = Weights()
+    layer_weights = set[Tensor]()
     for layer in model.modules():
         if isinstance(layer, TransformerLayer):
-            layer_weights |= _linear_weights(layer)
+            for module in layer.modules():
+                if isinstance(module, (nn.Linear, mpu.ColumnParallelLinear, mpu.RowParallelLinear)):
+                    layer_weights.add(module.weight)
     chosen = Weights()
     for p in model.parameters():
         if p.requires_grad and getattr(p, "use_muon", p in layer_weights):
             chosen.add(p)
     return chosen
-
-
-def _linear_weights(layer: nn.Module) -> Weights:
-    kinds = nn.Linear, mpu.ColumnParallelLinear, mpu.RowParallelLinear
-    linear: list[Any] = [module for module in layer.modules() if isinstance(module, kinds)]
-    return {module.weight for module in linear}
 
 
 def embedding_weights(model: nn.Module) -> Weights:
