@@ -104,7 +104,10 @@ class LayerRunner:
         if self.training and self._recompute_group_size:
             from .recomputed_groups import run_in_groups
 
-            return run_in_groups(steps, inputs, self._recompute_group_size, self._rng, self.observe)
+            return run_in_groups(self._run_each, steps, inputs, self._recompute_group_size, self._rng)
+        return self._run_each(steps, inputs)
+
+    def _run_each(self, steps: Steps, inputs: Any) -> Any:
         for layer, call in steps:
             if self.observe is None:
                 inputs = call(inputs)
