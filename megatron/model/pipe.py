@@ -19,18 +19,15 @@ from .layers import Layer, LayerRunner, global_names, init_weights
 from .loss import TokenLoss
 from .masks import no_documents
 
+INTEGERS = ("position_ids", "document_ids", "decoder_tokens", "encoder_document_ids", "decoder_document_ids")
 # Hidden states are replicated on all model-parallel ranks, so each rank sends only its share of them. With
 # sequence parallelism each rank holds a different shard and sends all of it.
 BOUNDARIES = {
     "hidden": Boundary("hidden", grad=True, split=True),
-    "position_ids": Boundary("position_ids", kind="int", grad=False),
-    "document_ids": Boundary("document_ids", kind="int", grad=False),
     "encoded": Boundary("encoded", grad=True, split=True),
-    "decoder_tokens": Boundary("decoder_tokens", kind="int", grad=False),
-    "encoder_document_ids": Boundary("encoder_document_ids", kind="int", grad=False),
-    "decoder_document_ids": Boundary("decoder_document_ids", kind="int", grad=False),
     "table": Boundary("table", grad=True),
     "router_loss": Boundary("router_loss", grad=True),
+    **{name: Boundary(name, kind="int", grad=False) for name in INTEGERS},
 }
 
 
