@@ -76,41 +76,38 @@ class NoPipeEngine:
 
     def train_batch(self, batches: Batches | None, lr: float, gas: int | None = None) -> StepResult:
         """Run one optimizer step with learning rate `lr` over `gas` micro-batches, by default --gas."""
+        gas = gas or self.gas
         with self._watch_step("training"), trace.span("train_batch", "step"):
-            return self._train_batch(batches, lr, gas or self.gas)
+            engine = self.deepspeed
+            engine.set_micro_batches(gas)
+            set_lr(engine, lr)
+            engine.train()
+            micro_batches, counts = self._read_batches(batches, gas)
+            self._pass_mean_targets(counts, gas)
 
-    def _train_batch(self, batches: Batches | None, lr: float, gas: int) -> StepResult:
-        """Do what `train_batch` does, while the watchdog watches."""
-        engine = self.deepspeed
-        engine.set_micro_batches(gas)
-        set_lr(engine, lr)
-        engine.train()
-        micro_batches, counts = self._read_batches(batches, gas)
-        self._pass_mean_targets(counts, gas)
+            # Sums over the micro-batches of this replica.
+            loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
+            aux: defaultdict[str, Any] = defaultdict(float)
+            for batch in micro_batches[:-1]:
+                loss = self._forward(batch, loss_sum, aux)
+                # `loss` is a sum over targets. This scale makes the gradients those of the mean over the global batch.
+                self._backward(loss, self.factor(gas) / _num_targets(counts), last=False)
+            loss = self._forward(micro_batches[-1], loss_sum, aux)
 
-        # Sums over the micro-batches of this replica.
-        loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
-        aux: defaultdict[str, Any] = defaultdict(float)
-        for batch in micro_batches[:-1]:
-            loss = self._forward(batch, loss_sum, aux)
-            # `loss` is a sum over targets. This scale makes the gradients those of the mean over the global batch.
-            self._backward(loss, self.factor(gas) / _num_targets(counts), last=False)
-        loss = self._forward(micro_batches[-1], loss_sum, aux)
+            # The losses are complete, so their sum over the replicas travels during the last backward pass.
+            names = self._require_same_names(aux, "training")
+            aux_sums = [aux[name] for name in names]
+            pending_sums = start_all_reduce(torch.stack([loss_sum, *aux_sums]), self.data)
+            num_targets = _num_targets(counts)
+            self._backward(loss, self.factor(gas) / num_targets, last=True)
+            mean_loss, *aux_means = (pending_sums.wait() / num_targets).unbind()
 
-        # The losses are complete, so their sum over the replicas travels during the last backward pass.
-        names = self._require_same_names(aux, "training")
-        aux_sums = [aux[name] for name in names]
-        pending_sums = start_all_reduce(torch.stack([loss_sum, *aux_sums]), self.data)
-        num_targets = _num_targets(counts)
-        self._backward(loss, self.factor(gas) / num_targets, last=True)
-        mean_loss, *aux_means = (pending_sums.wait() / num_targets).unbind()
-
-        with self.timers("optimizer"):
-            norm = self._clip(engine, mean_loss)
-            engine.step()
-        if norm is None:  # DeepSpeed has clipped in `step`, which also measured the norm
-            norm = engine.get_global_grad_norm()
-        return end_step(engine, mean_loss, norm, dict(zip(names, aux_means, strict=True)))
+            with self.timers("optimizer"):
+                norm = self._clip(engine, mean_loss)
+                engine.step()
+            if norm is None:  # DeepSpeed has clipped in `step`, which also measured the norm
+                norm = engine.get_global_grad_norm()
+            return end_step(engine, mean_loss, norm, dict(zip(names, aux_means, strict=True)))
 
     def _pass_mean_targets(self, counts: Pending, gas: int) -> None:
         """Give the loss function the mean number of targets of a micro-batch, if it asks for it."""
@@ -192,25 +189,21 @@ class NoPipeEngine:
     def eval_batch(self, batches: Batches | None) -> dict[str, float]:
         """Evaluate a global batch; return the sum `loss`, the number `targets`, and the sums of additional losses."""
         with self._watch_step("evaluation"):
-            return self._eval_batch(batches)
-
-    def _eval_batch(self, batches: Batches | None) -> dict[str, float]:
-        """Do what `eval_batch` does, while the watchdog watches."""
-        engine = self.deepspeed
-        engine.eval()
-        micro_batches, counts = self._read_batches(batches, self.gas)
-        self._pass_mean_targets(counts, self.gas)  # a loss function may need the number before its first call
-        # `loss` and `aux` become this replica's sums over all micro-batches.
-        loss = torch.zeros((), dtype=torch.float64, device=engine.device)
-        aux: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros_like(loss))
-        for batch in micro_batches:
-            loss += self._loss(engine.module, batch).double()
-            for name, value in self._aux().items():
-                aux[name] += value
-        results = {"targets": _num_targets(counts).item(), "loss": self._sum_over_replicas(loss).item()}
-        for name in self._require_same_names(aux, "evaluation"):
-            results[name] = self._sum_over_replicas(aux[name]).item()
-        return results
+            engine = self.deepspeed
+            engine.eval()
+            micro_batches, counts = self._read_batches(batches, self.gas)
+            self._pass_mean_targets(counts, self.gas)  # a loss function may need the number before its first call
+            # `loss` and `aux` become this replica's sums over all micro-batches.
+            loss = torch.zeros((), dtype=torch.float64, device=engine.device)
+            aux: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros_like(loss))
+            for batch in micro_batches:
+                loss += self._loss(engine.module, batch).double()
+                for name, value in self._aux().items():
+                    aux[name] += value
+            results = {"targets": _num_targets(counts).item(), "loss": self._sum_over_replicas(loss).item()}
+            for name in self._require_same_names(aux, "evaluation"):
+                results[name] = self._sum_over_replicas(aux[name]).item()
+            return results
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[tuple[Any, tuple[Tensor, Tensor]]]) -> None:
