@@ -59,7 +59,7 @@ def broadcast_data(
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on `device`. Copies from the host are queued, so the host need not wait for earlier work."""
+    """Return a tensor [...] on `device`. Copies from the host are queued, so the host waits for no earlier work."""
     if device.type == "cpu" or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
