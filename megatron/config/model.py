@@ -10,7 +10,7 @@ from .model_settings import GATED, ModelSettings
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(ModelSettings):
-    """Settings of the model's layers, and the sizes and scales that follow from them."""
+    """Settings of the model's layers."""
 
     def _problems(self) -> Iterator[str]:
         yield from problems_of_heads(self)

@@ -31,7 +31,7 @@ def all_within(*choices: Any) -> Callable[[Any], str | None]:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings(DecoderConfig):
-    """Settings of the model's layers."""
+    """Settings of the model's layers; `ModelConfig` adds the sizes and scales that follow from them."""
 
     family: str | None = opt(
         None,
