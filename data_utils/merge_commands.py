@@ -13,7 +13,7 @@ from megatron.storage import is_url
 from .chat_templates import has_unrecorded_date
 from .cli import write_json
 from .indexed_writer import IndexedDatasetBuilder
-from .merge_split import drop, merge, split
+from .merge_split import drop, extract, merge
 from .sidecars import KEPT_ENTRIES, check_output, pair_prefixes, read_sidecar
 
 
@@ -77,31 +77,28 @@ def split_pair(args: argparse.Namespace) -> None:
     if not args.output and is_url(args.prefix):
         raise ValueError(f"{args.prefix} is in object storage; give --output, a path on this machine")
     indexed = IndexedDataset(args.prefix)
-    ranges = []
-    outputs = []
+    documents_of = {}  # output -> its documents
     parts = split_documents(parse_split(args.split), indexed.num_documents)
     for documents, name in zip(parts, PARTS, strict=True):
         if len(documents):
-            ranges.append(documents)
-            outputs.append(f"{args.output or args.prefix}_{name}")
-    for output in outputs:
-        check_output(output, [args.prefix])
-    builders_of_pairs = []
-    for prefix in pair_prefixes(args.prefix):
-        suffix = prefix.removeprefix(args.prefix)  # "" for the tokens, LOSS_SUFFIX for the loss mask
-        pair_outputs = [output + suffix for output in outputs]
-        builders_of_pairs.append(split(prefix, ranges, pair_outputs))
-    # From the parts of each pair to the pairs of each part, which share a sidecar.
-    for builders in zip(*builders_of_pairs, strict=True):
-        _finish_corpus(builders, read_sidecar(args.prefix))
+            output = f"{args.output or args.prefix}_{name}"
+            check_output(output, [args.prefix])
+            documents_of[output] = documents
+    sources = pair_prefixes(args.prefix)
+    metadata = read_sidecar(args.prefix)
+    for output, documents in documents_of.items():
+        builders = []
+        for source in sources:
+            suffix = source.removeprefix(args.prefix)  # "" for the tokens, LOSS_SUFFIX for the loss mask
+            builders.append(extract(source, documents, output + suffix))
+        _finish_corpus(builders, metadata)
 
 
 def drop_documents(args: argparse.Namespace) -> None:
     """Run the command `drop`: write a .bin/.idx pair without some documents, and its loss mask if there is one."""
     check_output(args.output, [args.prefix])
-    sources = pair_prefixes(args.prefix)
     builders = []
-    for source in sources:
+    for source in pair_prefixes(args.prefix):
         output = args.output + source.removeprefix(args.prefix)
         builders.append(drop(source, args.documents, output))
     _finish_corpus(builders, read_sidecar(args.prefix))

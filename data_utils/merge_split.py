@@ -31,15 +31,12 @@ def merge(prefixes: Sequence[str], output: str) -> IndexedDatasetBuilder:
     return builder
 
 
-def split(prefix: str, parts: Sequence[range], outputs: Sequence[str]) -> list[IndexedDatasetBuilder]:
-    """Write each range in `parts` of a pair's documents as a new pair; return the writers of the new pairs."""
+def extract(prefix: str, documents: range, output: str) -> IndexedDatasetBuilder:
+    """Write a pair with some consecutive documents of the pair `prefix`; return its writer."""
     indexed = IndexedDataset(prefix)
-    builders = []
-    for documents, output in zip(parts, outputs, strict=True):
-        with IndexedDatasetBuilder(output, indexed.dtype) as builder:
-            copy(indexed, documents, builder)
-        builders.append(builder)
-    return builders
+    with IndexedDatasetBuilder(output, indexed.dtype) as builder:
+        copy(indexed, documents, builder)
+    return builder
 
 
 def drop(prefix: str, words: Sequence[str], output: str) -> IndexedDatasetBuilder:
