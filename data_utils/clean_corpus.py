@@ -163,8 +163,7 @@ def kept_lines(args: argparse.Namespace, report: Report) -> Iterator[bytes]:
     exact = ExactDuplicates() if _drops_equal_texts(args) else None
     near = NearDuplicates(args.similarity) if args.near_duplicates else None
     pending = all_chunks(args, find_files(args.input, args.encoding))
-    progress = Progress[bytes](unit="B", unit_scale=True, desc="cleaning", disable=args.quiet)
-    with progress:
+    with Progress[bytes](unit="B", unit_scale=True, desc="cleaning", disable=args.quiet) as progress:
         for cleaned in ordered_map(clean_chunk, pending, args.workers, _start_worker, (args,), args.ray):
             for bad in cleaned.bad:
                 if args.on_error == "stop":
@@ -177,8 +176,7 @@ def kept_lines(args: argparse.Namespace, report: Report) -> Iterator[bytes]:
                     reason = _duplicate_reason(fingerprints, exact, near)
                 for _ in range(copies):
                     report.count_read(original)
-                    if outcome.changed:
-                        report.changed.update(outcome.changed)
+                    report.changed.update(outcome.changed)
                     if reason or outcome.text is None:
                         report.record_dropped(reason, original)
                     else:
