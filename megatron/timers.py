@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,11 +21,12 @@ class Timer:
     def __init__(self, name: str, device: torch.device | None) -> None:
         self.name = name
         self._device = device
-        self._started_at: float | torch.Event | None = None
+        self._started_at: Any = None
         self._trace_mark: trace.SpanStart | None = None
         self.reset()
 
-    def _now(self) -> float | torch.Event:
+    def _now(self) -> Any:
+        """Return the seconds of the host, or an event of the device."""
         if self._device is None:
             return time.perf_counter()
         event = torch.Event(self._device, enable_timing=True)
@@ -51,11 +53,11 @@ class Timer:
 
     def _accumulate(self) -> None:
         for begun, ended in self._intervals:
-            if isinstance(begun, float) and isinstance(ended, float):  # seconds of the host; else events of the device
+            if self._device is None:
                 self._seconds += ended - begun
             else:
-                ended.synchronize()  # type: ignore[union-attr]
-                self._seconds += begun.elapsed_time(ended) / 1e3  # type: ignore[union-attr,arg-type]
+                ended.synchronize()
+                self._seconds += begun.elapsed_time(ended) / 1e3
         self._intervals.clear()
 
     def elapsed(self, reset: bool = True) -> float:
@@ -76,7 +78,7 @@ class Timer:
         self._started_at = None
         self._seconds = 0.0
         self.used = False
-        self._intervals: list[tuple[float | torch.Event, float | torch.Event]] = []
+        self._intervals: list[tuple[Any, Any]] = []
 
     def __enter__(self) -> None:
         self.start()
