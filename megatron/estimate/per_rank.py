@@ -80,21 +80,22 @@ def _state_bytes_of(count: Count, replicas: int, config: Config, resolved: Resol
     fp32_width = max(weight_width, 4)
     zero = resolved.zero_stage
     elements = count.held
+    weights = elements * weight_width
     adam_elements = elements - count.hidden if config.optim.optimizer == "muon" else elements
     saved_bytes = len(config.optim.rounded_moments) * adam_elements * (fp32_width - 2)  # bf16 has 2 bytes
     moments = float(moment_elements(count, config) * fp32_width - saved_bytes)
     share = elements / replicas
     if zero == 0:
-        return elements * weight_width, elements * weight_width, moments
+        return weights, weights, moments
     moments /= replicas
     # fp32 master weights; DeepSpeed's ZeRO keeps such a copy even if the weights are fp32
     master_copy = fp32_width * share if weight_width < fp32_width or not resolved.distributed_optimizer else 0.0
     if zero == 1:
         grad_width = fp32_width if resolved.distributed_optimizer or resolved.precision == "bf16" else weight_width
-        return elements * weight_width, elements * grad_width, moments + master_copy
+        return weights, elements * grad_width, moments + master_copy
     gradients = _grad_width(resolved) * share
     if zero == 2:
-        return elements * weight_width, gradients, moments + master_copy
+        return weights, gradients, moments + master_copy
     return share * weight_width, gradients, moments + master_copy
 
 
@@ -303,8 +304,7 @@ class _StepMemory:
         """
         if not (_uses_deepspeed_zero(self.resolved) and self.config.optim.weight_decay):
             return copied_bytes
-        width = max(self.shapes.width, 4)
-        decayed_bytes = width * self.trained.held / self.replicas
+        decayed_bytes = max(self.shapes.width, 4) * self.trained.held / self.replicas
         if self.resolved.zero_stage == 2 or self.shapes.width < 4:
             return max(copied_bytes, decayed_bytes)
         return copied_bytes + decayed_bytes

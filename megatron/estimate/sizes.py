@@ -21,8 +21,7 @@ from ..mpu import padded_vocab_size
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 
-@dataclass(frozen=True)
-class Count:
+class Count(NamedTuple):
     """Number of parameters of one or several layers.
 
     whole: parameters of the whole layer, without padding of the vocabulary.
@@ -34,8 +33,8 @@ class Count:
     divide.
     """
 
-    whole: int
-    held: int
+    whole: int = 0
+    held: int = 0
     largest: int = 0
     hidden: int = 0
     experts: int = 0
@@ -54,15 +53,14 @@ class Count:
         dense = Count(self.whole, held=self.held - self.experts, hidden=self.hidden - self.expert_matrices)
         counts_and_replicas = [(dense, replicas)]
         if self.experts:
-            experts = Count(0, held=self.experts, hidden=self.expert_matrices)
+            experts = Count(held=self.experts, hidden=self.expert_matrices)
             counts_and_replicas.append((experts, replicas // expert_ranks))
         return counts_and_replicas
 
 
 def _sum_counts(counts: Sequence[Count]) -> Count:
-    names = "whole", "held", "hidden", "experts", "expert_matrices"
-    sums = {name: sum(getattr(count, name) for count in counts) for name in names}
-    return Count(**sums, largest=max((count.largest for count in counts), default=0))
+    sums = Count(*map(sum, zip(*counts, strict=True)))  # also of `largest`, which is no sum
+    return sums._replace(largest=max((count.largest for count in counts), default=0))
 
 
 def _linear(outputs: int, inputs: int, bias: bool, ranks: int, row_parallel: bool = False) -> Count:
@@ -153,7 +151,7 @@ def _word_embedding(config: Config, ranks: int, layer: Layer) -> Count:
 
 def _positions(config: Config, ranks: int, layer: Layer) -> Count:
     learned = config.model.position_embedding == "learned"
-    return _replicated(config.positions * config.model.hidden_size) if learned else Count(0, 0)
+    return _replicated(config.positions * config.model.hidden_size) if learned else Count()
 
 
 def _relative_bias(config: Config, ranks: int, layer: Layer) -> Count:
@@ -197,8 +195,7 @@ def count_layers(layers: Sequence[Layer], config: Config) -> Count:
         tie = layer.tied
         if tie is None or tie not in seen_ties:
             counts.append(LAYER_COUNTS[layer.cls.__name__](config, ranks, layer))
-        if tie is not None:
-            seen_ties.add(tie)
+        seen_ties.add(tie)
     return _sum_counts(counts)
 
 
@@ -306,13 +303,12 @@ class StageSchedule(NamedTuple):
 def _instructions(stage_schedule: StageSchedule) -> list[Instruction]:
     """Return the instructions of a stage, with fewer micro-batches if a shorter schedule has the same steady state."""
     name, extra_warmup, num_chunks, stage, stages, micro_batches = stage_schedule
-    shortened = micro_batches
     # Four times the warm-up of the first stage is enough to contain the steady state.
     steady = name in ("1f1b", "interleaved", "zb-h1")
     if steady and micro_batches > 6 * stages * (1 + extra_warmup) and micro_batches % stages == 0:
-        shortened = 4 * stages * (1 + extra_warmup)
+        micro_batches = 4 * stages * (1 + extra_warmup)
     schedule = find_schedule({"schedule": name, "extra_warmup": extra_warmup}, num_chunks)
-    return list(schedule(stage, stages, shortened))
+    return list(schedule(stage, stages, micro_batches))
 
 
 @lru_cache(maxsize=65536)
@@ -346,8 +342,7 @@ def peak_in_flight(after: type[Instruction], schedule: StageSchedule) -> tuple[i
     return peak
 
 
-@dataclass(frozen=True)
-class Shapes:
+class Shapes(NamedTuple):
     """Settings, precision and device kind of a rank, and the activation sizes that follow from them."""
 
     config: Config
