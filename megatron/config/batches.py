@@ -6,7 +6,6 @@ import re
 import sys
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 from typing import NamedTuple
@@ -89,8 +88,7 @@ def schedule_problem(text: str) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class BatchSchedule:
+class BatchSchedule(NamedTuple):
     """Number of samples of an iteration, as a function of its first sample.
 
     An iteration whose first sample is starts[i] or later has sizes[i] samples. `starts` ascend from 0.

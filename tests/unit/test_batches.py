@@ -44,7 +44,7 @@ def test_positions_are_those_of_counting(seed: int) -> None:
     starts = (0, *sorted(draw.sample(range(1, 100), draw.randrange(9))))  # an iteration may pass several starts
     schedule = BatchSchedule(starts, tuple(4 * draw.randrange(1, 9) for _ in starts))
     begin = draw.randrange(50)
-    expected = list(itertools.islice(steps(*vars(schedule).values(), begin), 60))
+    expected = list(itertools.islice(steps(*schedule, begin), 60))
     for number, (first, size) in enumerate(expected):
         assert (schedule.advance(begin, number), schedule.size_at(first)) == (first, size)
         assert schedule.iterations_between(begin, first) == number
