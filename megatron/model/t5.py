@@ -88,11 +88,18 @@ class StackStart(ModelStart):
         return self.dropout(hidden), *rest
 
 
-def _losses_and_table(rest: Sequence[Tensor], config: ModelConfig) -> tuple[list[Tensor], Tensor | None]:
-    """Separate the optional inputs of a block: the routers' loss (a list with one or no tensor) and the table."""
+def _losses_and_bias(
+    rest: Sequence[Tensor], config: ModelConfig, queries: int, keys: int, causal: bool
+) -> tuple[list[Tensor], Tensor | None]:
+    """Return the routers' loss (a list with one or no tensor) and the attention's bias, from a block's optional inputs.
+
+    The bias is computed from the table of relative positions. queries, keys: their numbers.
+    """
     losses = list(rest)
-    table = losses.pop() if config.position_embedding == "relative" else None
-    return losses, table
+    if config.position_embedding != "relative":
+        return losses, None
+    table = losses.pop()
+    return losses, position_bias(table, queries, keys, config, causal)
 
 
 class EncoderBlock(TransformerLayer):
@@ -115,11 +122,8 @@ class EncoderBlock(TransformerLayer):
         positions is [r, n/t]. The loss [2] is the summed one of the routers, by stack. Both are optional.
         """
         hidden, tokens, encoder_ids, decoder_ids = inputs[:4]
-        losses, table = _losses_and_table(inputs[4:], self.config)
         s = mpu.whole_length(hidden, self.sequence)
-        bias = None
-        if table is not None:
-            bias = position_bias(table, s, s, self.config, causal=False)
+        losses, bias = _losses_and_bias(inputs[4:], self.config, s, s, causal=False)
         routing = self.make_routing(losses, encoder_ids)
         hidden = self.run_layer(hidden, document_scope(encoder_ids), bias, routing=routing)
         return hidden, tokens, encoder_ids, decoder_ids, *losses  # `run_layer` has added this layer's loss to the list
@@ -158,12 +162,9 @@ class DecoderBlock(TransformerLayer):
         positions is [r, n/t]. The loss [2] is the summed one of the routers, by stack. Both are optional.
         """
         hidden, encoded, encoder_ids, decoder_ids = inputs[:4]
-        losses, table = _losses_and_table(inputs[4:], self.config)
         num_cached = caches.self_attention.length if caches else 0
         q = mpu.whole_length(hidden, self.sequence)
-        bias = None
-        if table is not None:
-            bias = position_bias(table, q, num_cached + q, self.config, causal=True)
+        losses, bias = _losses_and_bias(inputs[4:], self.config, q, num_cached + q, causal=True)
         mask = document_scope(decoder_ids, causal=True)
         cross_mask = document_scope(decoder_ids, encoder_ids)
         routing = self.make_routing(losses, decoder_ids)
