@@ -67,6 +67,12 @@ def _attend_lower_right(query: Tensor, key: Tensor, value: Tensor, scale: float)
     return F.scaled_dot_product_attention(query, keys, values, attn_mask=causal, scale=scale)
 
 
+def _with_repeated_heads(call: AttentionArgs) -> tuple[Tensor, Tensor, Tensor]:
+    """Return query, key and value [b, n, q or k, d], with a head of keys and values for each head of the queries."""
+    key, value = repeat_heads(call.query, call.key, call.value)
+    return call.query, key, value
+
+
 def attend_with_bias(call: AttentionArgs) -> Tensor:
     """Attend with a learned bias, recomputing the probabilities in the backward pass -> [b, n, q, d]."""
     from .biased_attention import biased_attention
@@ -75,8 +81,7 @@ def attend_with_bias(call: AttentionArgs) -> Tensor:
     mask_or_pieces: Any = call.pieces
     if call.pieces is None:
         mask_or_pieces, _ = call.visible()  # with a bias, the mask also hides later keys
-    key, value = repeat_heads(call.query, call.key, call.value)
-    return biased_attention(call.query, key, value, call.bias, mask_or_pieces, call.scale)
+    return biased_attention(*_with_repeated_heads(call), call.bias, mask_or_pieces, call.scale)
 
 
 def dropout_in_pieces(call: AttentionArgs) -> Tensor:
@@ -84,8 +89,7 @@ def dropout_in_pieces(call: AttentionArgs) -> Tensor:
     from .attention_dropout import dropout_by_document
 
     assert call.pieces is not None
-    key, value = repeat_heads(call.query, call.key, call.value)
-    return dropout_by_document(call.query, key, value, call.pieces, call.scale, call.p, call.stream)
+    return dropout_by_document(*_with_repeated_heads(call), call.pieces, call.scale, call.p, call.stream)
 
 
 def attend_with_dropout(call: AttentionArgs) -> Tensor:
@@ -93,8 +97,8 @@ def attend_with_dropout(call: AttentionArgs) -> Tensor:
     from .attention_dropout import attention_with_dropout
 
     added, _ = call.added()  # with dropout on a CPU, it also hides later keys
-    key, value = repeat_heads(call.query, call.key, call.value)
-    return attention_with_dropout(call.query, key, value, added, call.scale, call.p, call.stream, call.draw_index)
+    heads = _with_repeated_heads(call)
+    return attention_with_dropout(*heads, added, call.scale, call.p, call.stream, call.draw_index)
 
 
 def attend_packed(call: AttentionArgs) -> Tensor:
@@ -102,8 +106,7 @@ def attend_packed(call: AttentionArgs) -> Tensor:
     from .packed_attention import packed_attention
 
     assert isinstance(call.mask, Documents)
-    key, value = repeat_heads(call.query, call.key, call.value)
-    return packed_attention(call.query, key, value, call.mask, call.scale)
+    return packed_attention(*_with_repeated_heads(call), call.mask, call.scale)
 
 
 def _can_pack(call: AttentionArgs) -> bool:
