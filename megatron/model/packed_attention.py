@@ -34,11 +34,9 @@ def supports_packing(query: Tensor, documents: Documents) -> bool:
 
 @functools.cache
 def varlen_kernel() -> Callable[..., Any] | None:
-    """Return torch's function `varlen_attn`; None if torch lacks it, or if it has no arguments for scale and window."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
+    """Return torch's function `varlen_attn`; None if it has no arguments for scale and window, as before torch 2.11."""
+    from torch.nn.attention.varlen import varlen_attn
+
     arguments = set(inspect.signature(varlen_attn).parameters)
     return varlen_attn if {"scale", "window_size"} <= arguments else None
 
