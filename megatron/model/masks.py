@@ -66,12 +66,9 @@ def document_role_of(config: Config) -> DocumentRole:
     do not restrict attention.
     """
     data = config.data
-    if data.reset_attention_mask or config.objective != "lm":
-        restricts_attention = True
-    else:
-        rotary = config.model.position_embedding == "rope"
-        restricts_attention = not (rotary and data.reset_position_ids)
-    return DocumentRole(restricts_attention, restarts_positions=data.reset_position_ids)
+    is_rotary_lm = config.objective == "lm" and config.model.position_embedding == "rope"
+    only_positions = is_rotary_lm and data.reset_position_ids and not data.reset_attention_mask
+    return DocumentRole(restricts_attention=not only_positions, restarts_positions=data.reset_position_ids)
 
 
 def document_scope(query_ids: Tensor, key_ids: Tensor | None = None, causal: bool = False) -> Documents | None:
