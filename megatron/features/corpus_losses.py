@@ -27,7 +27,7 @@ def configured_corpora(config: Config) -> list[str]:
 
 
 def corpus_rows(
-    sums: Mapping[str, float], names: Iterable[str], split: str, iteration: int, divisor: float = 1.0
+    sums: Mapping[str, float], names: Iterable[str], split: str, iteration: int, divisor: float
 ) -> list[dict[str, Any]]:
     """Return a row for metrics.jsonl for each corpus that has targets; its split is, e.g., `train/wiki`.
 

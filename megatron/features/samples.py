@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from ..training.run_state import Run
 
 
+DECODER_ONLY = ("gpt2", "llama")  # families whose models can continue a prompt
+
+
 @dataclass(frozen=True, kw_only=True)
 class SampleSettings(FeatureSettings):
     """The flags --sample-prompt, --sample-interval, --sample-tokens and --sample-temperature."""
@@ -25,20 +28,18 @@ class SampleSettings(FeatureSettings):
         None,
         "texts that the model continues at each evaluation, at the beginning of a document; the continuations are in "
         "the log, in metrics.jsonl and in the report, and change no number",
-        family=("gpt2", "llama"),
+        family=DECODER_ONLY,
     )
     sample_interval: int | None = opt(
         None,
         "with --sample-prompt: number of iterations between samples; 0 samples only at the end; if not given, "
         "--eval-interval",
         at_least(0),
-        family=("gpt2", "llama"),
+        family=DECODER_ONLY,
     )
-    sample_tokens: int = opt(
-        60, "with --sample-prompt: maximum number of new tokens", at_least(1), family=("gpt2", "llama")
-    )
+    sample_tokens: int = opt(60, "with --sample-prompt: maximum number of new tokens", at_least(1), family=DECODER_ONLY)
     sample_temperature: float = opt(
-        0.8, "with --sample-prompt: temperature of the samples; 0 is greedy", at_least(0), family=("gpt2", "llama")
+        0.8, "with --sample-prompt: temperature of the samples; 0 is greedy", at_least(0), family=DECODER_ONLY
     )
 
     def problems(self) -> Iterator[str]:

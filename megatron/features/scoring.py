@@ -47,8 +47,7 @@ class Score:
         return self
 
 
-@dataclass(frozen=True)
-class Window:
+class Window(NamedTuple):
     """Window over tokens start to end - 1. Those from `first` on are targets to score, the others only context."""
 
     start: int

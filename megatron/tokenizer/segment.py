@@ -93,11 +93,9 @@ def _cut_between(text: str) -> str:
     return SEPARATOR.join(words)
 
 
-def _find_ties(hmm: Any, margin: float = 1e-6) -> set[str]:
-    """Return the two-character strings that the HMM scores almost equally as one word and as two words.
-
-    margin: the maximum difference of the scores.
-    """
+def _find_ties(hmm: Any) -> set[str]:
+    """Return the two-character strings that the HMM scores almost equally as one word and as two words."""
+    margin = 1e-6  # the maximum difference of the scores
     # HMM states: S a word of one character, B the begin and E the end of a longer word.
     begin = hmm.emit_P["B"]
     end = hmm.emit_P["E"]
