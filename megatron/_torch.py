@@ -72,8 +72,7 @@ def onednn_pack(weight: Tensor, rows: int) -> Tensor:
 
     Only `onednn_linear` can read the result.
     """
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
-    return packed
+    return torch.ops.mkldnn._reorder_linear_weight(weight, rows)  # type: ignore[no-any-return]
 
 
 def emulates_matmul(dtype: torch.dtype) -> bool:
@@ -264,24 +263,21 @@ def all_reduce_in_graph(x: Tensor, group: Any) -> Tensor:
     """All-reduce `x` as an operation of a compiled graph; torch has no public name for collectives in a graph."""
     from torch.distributed import _functional_collectives as functional
 
-    reduced: Tensor = functional.all_reduce(x.contiguous(), "sum", group)
-    return reduced
+    return functional.all_reduce(x.contiguous(), "sum", group)  # type: ignore[no-any-return]
 
 
 def all_gather_in_graph(x: Tensor, group: Any) -> Tensor:
     """All-gather [s/t, ...] -> [s, ...] as an operation of a compiled graph."""
     from torch.distributed import _functional_collectives as functional
 
-    gathered: Tensor = functional.all_gather_tensor(x.contiguous(), 0, group)
-    return gathered
+    return functional.all_gather_tensor(x.contiguous(), 0, group)  # type: ignore[no-any-return]
 
 
 def reduce_scatter_in_graph(x: Tensor, group: Any) -> Tensor:
     """Reduce-scatter [s, ...] -> [s/t, ...] as an operation of a compiled graph."""
     from torch.distributed import _functional_collectives as functional
 
-    reduced: Tensor = functional.reduce_scatter_tensor(x.contiguous(), "sum", 0, group)
-    return reduced
+    return functional.reduce_scatter_tensor(x.contiguous(), "sum", 0, group)  # type: ignore[no-any-return]
 
 
 def replace_elastic_start(start: Callable[[Any, Callable[[Any], None]], None]) -> None:
