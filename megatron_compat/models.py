@@ -63,8 +63,7 @@ class GPT2Model(gpt2.GPT2Model):
         *,
         num_tokentypes: int = 0,
     ) -> None:
-        config = config_or_default(config, num_tokentypes)
-        super().__init__(config, parallel_output, own)
+        super().__init__(config_or_default(config, num_tokentypes), parallel_output, own)
 
     def forward(
         self,
@@ -82,9 +81,8 @@ class GPT2Model(gpt2.GPT2Model):
         """
         if document_ids is not None and document_ids.dim() == 4:
             document_ids = decoder_documents(document_ids, tokens)
-        result = super().forward(tokens, position_ids, document_ids, labels, loss_mask, **others)
         # CPM-Pretrain's scripts flatten the token losses by view(-1), which requires contiguous memory.
-        return result.contiguous()
+        return super().forward(tokens, position_ids, document_ids, labels, loss_mask, **others).contiguous()
 
 
 class T5Model(t5.T5Model):

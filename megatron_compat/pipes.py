@@ -66,8 +66,7 @@ class GPT2ModelPipe(_TakesMasks, pipe.GPT2ModelPipe):
             )
         super().__init__(config_or_default(config, num_tokentypes))
 
-    def _without_masks(self, inputs: Any) -> Any:
-        return decoder_inputs(inputs)
+    _without_masks = staticmethod(decoder_inputs)
 
 
 class T5ModelPipe(_TakesMasks, t5_pipe.T5ModelPipe):

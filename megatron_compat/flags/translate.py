@@ -36,9 +36,7 @@ class _StoreForeignFlag(argparse.Action):
         # Only the type `object` allows another value.
         if value_type is None and not isinstance(values, bool):
             parser.error(f"{option_string} takes no value, but was given {values}")
-        stored = dict(getattr(namespace, self.dest, {}))
-        stored[self.theirs] = values
-        setattr(namespace, self.dest, stored)
+        namespace.foreign = getattr(namespace, "foreign", {}) | {self.theirs: values}
 
 
 def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
