@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .current import current_mesh
 from .mesh import Axis
@@ -19,6 +20,7 @@ from .vocab_shards import check_same_tokens, max_over_ranks, reduce_in_place
 # Number of logits per chunk: 64 MiB in fp32 on accelerators, and 4 MiB on a CPU, where a chunk should fit its cache.
 CHUNK = 1 << 24
 CPU_CHUNK = 1 << 20
+MAX_LOSS = 64.0  # log Z is accurate as the sum of a loss of at most this and the target's logit
 
 
 def token_chunks(logits: Tensor, max_logits: int | None = None) -> list[slice]:
@@ -40,6 +42,9 @@ def _losses_on_one_rank(logits: Tensor, target: Tensor, dtype: torch.dtype) -> t
         loss[chunk] = -log_probs.gather(-1, target_ids).squeeze(-1)
         # The loss is log Z minus the target's logit.
         log_z[chunk] = logits[chunk].gather(-1, target_ids).squeeze(-1).to(dtype) + loss[chunk]
+        # In these rows, the target's logit is masked or nearly so. Row 0 stands in for targets outside the vocabulary.
+        unlikely = chunk.start + (loss[chunk] > MAX_LOSS).nonzero().squeeze(-1)
+        log_z[unlikely] = logits[unlikely].to(dtype).logsumexp(-1)
     return loss, log_z
 
 
@@ -200,6 +205,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return loss, z_losses
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if ctx.overwritten:
             raise RuntimeError(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .mesh import Axis
 
@@ -26,6 +27,7 @@ class _Exchange(torch.autograd.Function):
         return _exchange(x, sends, receives, axis)
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
         return _exchange(grad, *ctx.backward_args), None, None, None
 

@@ -44,6 +44,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: 
         return compiled_linear(x, weight, bias, axis, options)
     if hasattr(weight, "packed"):  # see `pack_weights` in features/cpu_matmul.py
         return onednn_linear(x, weight.packed, bias)
+    if torch.is_autocast_enabled(x.device.type):
+        # The backward pass runs outside of autocast, so all its factors must have the dtype of the forward pass.
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x = x.to(dtype)
+        weight = weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
     second_kernel = choose_kernels(x, weight, options)
     # `accumulate_wgrad` has a matmul of its own, so the second kernel leaves the accumulation to autograd.
     accumulate_fn = None if second_kernel.weight_grad else accumulate_wgrad(x, weight)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .cross_entropy import compute_losses, logits_gradient
 from .linear import choose_kernels, linear, matmul, needs_grad, start_reduction
@@ -173,6 +174,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return losses.sum(), z_sum, losses
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         # The forward pass has computed both gradients for a loss of factor 1. They are freed once they are used.
         factor = grad / ctx.grad_scale

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .current import current_mesh
 from .mesh import Axis
@@ -58,6 +59,7 @@ class _CollectivePair(torch.autograd.Function):
         return forward(x, axis)
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
         return ctx.backward_function(grad, ctx.axis), None, None, None
 
@@ -75,6 +77,7 @@ class _SummedInPlace(torch.autograd.Function):
         return x
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return grad, None
 

@@ -52,6 +52,10 @@ class RngStreams:
         self._draws: dict[str, int] = {}  # number of draws of each stream in this iteration
         self._seeds: dict[tuple[int, int, str, bool], int] = {}
 
+    def __deepcopy__(self, _: object) -> "RngStreams":
+        """Return the streams themselves: copies of a layer draw from those of the process, too."""
+        return self
+
     def begin(self, iteration: int) -> None:
         """Restart every stream for this iteration (one optimizer step) and reseed the process's generators.
 

@@ -77,6 +77,38 @@ def test_column_then_row_equals_two_linears(ranks: int, skip: bool, onednn: bool
     on_ranks(ranks, _linear, ranks, skip, onednn)
 
 
+def _autocast(ranks: int) -> None:
+    axis = start(ranks)
+    column = mpu.ColumnParallelLinear(8, 16, bias=False)
+    table = mpu.VocabParallelEmbedding(16, 16)
+    w, e = draw(16, 8, seed=1).float(), draw(16, 16, seed=2).float()
+    with torch.no_grad():
+        column.weight.copy_(w.chunk(axis.size)[axis.rank])
+        table.weight.copy_(e.chunk(axis.size)[axis.rank])
+    x, plain_x = draw(40, 8).float().requires_grad_(), draw(40, 8).float().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = table.logits(column(x)[0])
+        plain = F.linear(F.linear(plain_x, w), e)
+    assert ours.dtype == plain.dtype == torch.bfloat16
+    ours.float().square().sum().backward()
+    plain.float().square().sum().backward()
+    assert x.grad.dtype == column.weight.grad.dtype == torch.float32
+    torch.testing.assert_close(x.grad, plain_x.grad, rtol=0.05, atol=0.05 * float(plain_x.grad.abs().max()))
+
+
+@RANKS
+def test_layers_under_autocast_are_torchs(ranks: int) -> None:
+    on_ranks(ranks, _autocast, ranks)
+
+
+def test_second_derivatives_are_refused() -> None:
+    logits = draw(3, 5).requires_grad_()
+    loss = mpu.vocab_parallel_cross_entropy(logits, torch.tensor([1, 0, 3])).square().sum()
+    (gradient,) = torch.autograd.grad(loss, logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.square().sum().backward()
+
+
 def _gathered(ranks: int) -> None:
     axis = start(ranks)
     column = mpu.ColumnParallelLinear(8, 16, bias=False).double()
@@ -217,8 +249,13 @@ def test_a_rank_whose_logits_are_all_masked_contributes_nothing(ranks: int, fuse
 
 @RANKS
 @FUSED
-def test_the_loss_of_a_target_outside_the_vocabulary_is_log_z_in_every_layout(ranks: int, fused: bool) -> None:
+@pytest.mark.parametrize("first", [0.0, -1e9, -torch.inf])
+def test_the_loss_of_a_target_outside_the_vocabulary_is_log_z_in_every_layout(
+    ranks: int, fused: bool, first: float
+) -> None:
+    """Also if the first logit is masked, as that of a padding token."""
     whole = draw(4, 16)
+    whole[:, 0] = first
     found = on_ranks(ranks, _losses_and_gradient, ranks, fused, whole, torch.tensor([-100, 16, -1, 3]))
     expected = whole.logsumexp(-1)
     expected[3] -= whole[3, 3]
@@ -460,10 +497,12 @@ def _norm(shape: tuple[int, int, int]) -> None:
     torch.testing.assert_close(mpu.clip_grad_norm([split, copied, tied], 0.0), torch.tensor(0.5, dtype=torch.float64))
 
 
-def test_a_single_tensor_is_clipped_as_by_torch() -> None:
-    parameters = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+@pytest.mark.parametrize("third", [0.0, 1j])
+def test_a_single_tensor_is_clipped_as_by_torch(third: complex) -> None:
+    grad = torch.tensor([3.0, 4.0, third])
+    parameters = [nn.Parameter(torch.ones_like(grad)) for _ in range(2)]
     for p in parameters:
-        p.grad = torch.tensor([3.0, 4.0, 0.0])
+        p.grad = grad.clone()
     norm = mpu.clip_grad_norm(parameters[0], 1.0, 2)
     torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(parameters[1], 1.0))
     torch.testing.assert_close(parameters[0].grad, parameters[1].grad)

@@ -101,6 +101,16 @@ def test_a_copy_has_a_number_of_its_own() -> None:
         assert torch.equal(other.drop(torch.ones(9), 0.5), mpu.Stream(_rng(), "a").drop(torch.ones(9), 0.5))
 
 
+def test_a_copied_layer_draws_from_the_streams_of_the_process() -> None:
+    rng = _rng()
+    stream = mpu.Stream(rng, "a")
+    other = copy.deepcopy(stream)
+    masks = [stream.drop(torch.ones(99), 0.5), other.drop(torch.ones(99), 0.5)]
+    assert not torch.equal(*masks), "two layers, two draws"
+    rng.begin(7)
+    assert torch.equal(other.drop(torch.ones(99), 0.5), masks[0])
+
+
 def _factors(weights: Tensor) -> Tensor:
     return mpu.Stream(_rng(), "a", split=True).draw(weights.shape, 0.4, weights.device, weights.dtype) / 0.6
 
