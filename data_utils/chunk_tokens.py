@@ -18,7 +18,6 @@ from megatron.tokenizer import Tokenizer, load_tokenizer
 from . import chats
 from .cli import max_document_bytes
 from .documents import Chunk, documents
-from .draws import DRAWS
 from .sentences import split_sentences
 from .streams import BadLine
 
@@ -73,7 +72,7 @@ def tokenize(chunk: Chunk) -> TokenizedChunk:
     good = []
     bad = []
     empty = 0
-    for document in documents(chunk, _Worker.keys, args.seed, max_document_bytes(args), DRAWS[args.draw]):
+    for document in documents(chunk, _Worker.keys, args.seed, max_document_bytes(args)):
         if isinstance(document, BadLine):
             bad.append(document)
         elif all(document):  # a document is left out if one of its texts is empty

@@ -18,9 +18,9 @@ from functools import lru_cache, partial
 from typing import Any, BinaryIO
 
 from .document_text import ExtractTexts, parse_document
-from .draws import Draw, uniform
+from .draws import uniform
 from .files import Source, find_files, format_suffix, is_compressed
-from .records import is_array, overlong_message, records, unread_columns
+from .records import is_array, overlong_message, records, unread_columns_hint
 from .streams import BadLine, InputError, encoding_hint, is_utf8, read_blocks
 
 CHUNK_BYTES = 1 << 20
@@ -302,21 +302,20 @@ def documents(
     keys: Sequence[str] | ExtractTexts = ("text",),
     seed: int = 0,
     largest: int = MAX_DOCUMENT_BYTES,
-    draw: Draw = uniform,
 ) -> Iterator[tuple[Any, ...] | BadLine]:
     """Yield a tuple of the texts under `keys` for each document of a chunk, or a BadLine if it is unreadable.
 
     keys: names of keys, or a function that converts a record to the tuple, and raises ValueError for an unsuitable
     record.
-    seed, draw: seed and function of the random selection of documents from a file with a fractional weight.
+    seed: seed of the random selection of documents from a file with a fractional weight.
     """
-    for document, copies in counted_documents(chunk, keys, seed, largest, draw):
+    for document, copies in counted_documents(chunk, keys, seed, largest):
         for _ in range(copies):
             yield document
 
 
 def counted_documents(
-    chunk: Chunk, keys: Sequence[str] | ExtractTexts, seed: int, largest: int, draw: Draw = uniform
+    chunk: Chunk, keys: Sequence[str] | ExtractTexts, seed: int, largest: int
 ) -> Iterator[tuple[tuple[Any, ...] | BadLine, int]]:
     """Yield each result of `documents` once, with the number of its copies, which the weight of the file implies."""
     content = chunk.read()
@@ -336,26 +335,10 @@ def counted_documents(
         try:
             document = parse_document(raw, chunk.source, keys, is_first)
         except ValueError as error:
-            reason = f"{error}{_unread_columns_hint(chunk.path, keys)}"
+            reason = f"{error}{unread_columns_hint(chunk.path, keys)}"
             yield BadLine(chunk.path, chunk.line_number(start), reason), 1
             continue
-        yield document, _num_copies(chunk, start, seed, draw)
-
-
-def _unread_columns_hint(path: str, keys: Sequence[str] | ExtractTexts) -> str:
-    """Return a hint for the error of a record: it names the requested parquet columns that hold no text.
-
-    Columns without text are not read. Returns "" for other file formats.
-    """
-    if format_suffix(path) != ".parquet":
-        return ""
-    unread = []
-    for name, type_ in unread_columns(path).items():
-        if callable(keys) or name in keys:
-            unread.append(f"{name} ({type_})")
-    if not unread:
-        return ""
-    return f"; columns without text are not read: {', '.join(unread)}"
+        yield document, _num_copies(chunk, start, seed)
 
 
 def _document_ranges(delimiter: re.Pattern[bytes], content: bytes) -> Iterator[tuple[int, int]]:
@@ -368,11 +351,11 @@ def _document_ranges(delimiter: re.Pattern[bytes], content: bytes) -> Iterator[t
         yield start, len(content)
 
 
-def _num_copies(chunk: Chunk, offset: int, seed: int, draw: Draw) -> int:
+def _num_copies(chunk: Chunk, offset: int, seed: int) -> int:
     """Return how often a document is read: FILE@2.5 gives each one twice, and half of them once more."""
     full_copies = int(chunk.source.weight)
     fraction = chunk.source.weight - full_copies
-    is_drawn = fraction > 0 and draw(seed, chunk.source.number, chunk.start + offset) < fraction
+    is_drawn = fraction > 0 and uniform(seed, chunk.source.number, chunk.start + offset) < fraction
     return full_copies + is_drawn
 
 

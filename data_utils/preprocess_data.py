@@ -36,7 +36,6 @@ from .cli import (
     write_json,
 )
 from .documents import CHUNK_BYTES
-from .draws import draw_of
 from .files import Source, find_files, format_suffix, is_compressed
 from .journal import Journal
 from .parallel import ordered_map
@@ -69,7 +68,6 @@ def main(args: argparse.Namespace) -> None:
     journal = Journal(f"{args.output_prefix}.part.json", _job_description(args, sources, tokenizer))
     state = journal.state or {}
     args = chats.with_chat_date(args, state)
-    args.draw = draw_of(journal.state)
     try:
         output = _Output(args, tokenizer, state)
     except BaseException:
@@ -142,6 +140,7 @@ def _job_description(args: argparse.Namespace, sources: list[Source], tokenizer:
         "tokenizer": tokenizer.fingerprint,
         "chunk": CHUNK_BYTES,
         "settings": settings,
+        "draw": "blake2b",  # of FILE@0.5; earlier versions drew otherwise, so their jobs must start again
     }
     # A chunk contains only the columns that are read, so the choice of columns determines where chunks end.
     if any(columns.values()):
@@ -267,7 +266,7 @@ class _Output:
 
     def save(self, journal: Journal) -> None:
         state = {"builders": [builder.state() for builder in self.builders], "count": self.counts}
-        journal.write({**state, "chat_date": self.args.chat_date, "draw": self.args.draw, "added": self._added})
+        journal.write({**state, "chat_date": self.args.chat_date, "added": self._added})
         self._num_journaled = self.counts["documents"]
 
     def save_and_close(self, journal: Journal) -> int:

@@ -8,13 +8,14 @@ import csv
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
 from typing import Any
 
 from megatron.packages import pip_install
 
+from .files import format_suffix
 from .streams import BadLine, InputError, decode_error_place, open_text, read_blocks
 
 Record = tuple[int, bytes]  # (number of the record's first line or, for parquet, of its row, from 1; record as JSON)
@@ -193,9 +194,20 @@ def _is_text(types: Any, column: Any) -> bool:
     return bool(types.is_string(column) or types.is_large_string(column) or types.is_string_view(column))
 
 
-def unread_columns(path: str) -> dict[str, str]:
-    """Return the columns of a parquet file that are not read, as name -> Arrow type."""
-    return _unread_columns(path, os.stat(path).st_mtime_ns)
+def unread_columns_hint(path: str, keys: Sequence[str] | Callable[..., Any]) -> str:
+    """Return a hint for the error of a record: it names the requested parquet columns that hold no text.
+
+    Columns without text are not read. Returns "" for other file formats.
+    """
+    if format_suffix(path) != ".parquet":
+        return ""
+    unread = []
+    for name, type_ in _unread_columns(path, os.stat(path).st_mtime_ns).items():
+        if callable(keys) or name in keys:
+            unread.append(f"{name} ({type_})")
+    if not unread:
+        return ""
+    return f"; columns without text are not read: {', '.join(unread)}"
 
 
 @lru_cache(maxsize=64)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._torch import onednn_linear, will_run
+from .._torch import in_autocast_dtype, onednn_linear, will_run
 from .mesh import Axis, Options
 from .parameters import spec_of
 from .sequence import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
@@ -44,12 +44,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: 
         return compiled_linear(x, weight, bias, axis, options)
     if hasattr(weight, "packed"):  # see `pack_weights` in features/cpu_matmul.py
         return onednn_linear(x, weight.packed, bias)
-    if torch.is_autocast_enabled(x.device.type):
-        # The backward pass runs outside of autocast, so all its factors must have the dtype of the forward pass.
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x = x.to(dtype)
-        weight = weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+    x, weight, bias = in_autocast_dtype(x, weight, bias)
     second_kernel = choose_kernels(x, weight, options)
     # `accumulate_wgrad` has a matmul of its own, so the second kernel leaves the accumulation to autograd.
     accumulate_fn = None if second_kernel.weight_grad else accumulate_wgrad(x, weight)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .._torch import in_autocast_dtype
 from .cross_entropy import compute_losses, logits_gradient
 from .linear import choose_kernels, linear, matmul, needs_grad, start_reduction
 from .mesh import Axis, Options
@@ -73,11 +74,7 @@ def defer_logits(hidden: Tensor, weight: Tensor, axis: Axis, options: Options, c
 
     hidden and weight are cast to autocast's dtype now, because autocast may end before the loss is computed.
     """
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        hidden = hidden.to(dtype)
-        weight = weight.to(dtype)
+    hidden, weight = in_autocast_dtype(hidden, weight)
     return DeferredLogits(hidden, weight, axis, options, chunk)
 
 

@@ -1,21 +1,14 @@
 """A weight below 1 selects a random subset of a file; selections are independent across seeds, files and documents."""
 
-import importlib
-import json
-import zlib
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from data_utils import cli
 from data_utils.documents import chunks, documents, read_texts
-from data_utils.draws import DRAWS
 from data_utils.files import Source
 from data_utils.train_tokenizer import sample_documents
-from megatron.data.indexed_dataset import IndexedDataset
 
 LINES = 4096
 SEEDS = (1234, 1235, 1236, 1237, 1238, 1250, 2234, 0, 1)
@@ -63,33 +56,6 @@ def test_neighbours_are_independent(lines: Path, weight: float) -> None:
 def test_weights_nest(lines: Path) -> None:
     """A larger weight with the same seed selects all lines that a smaller weight selects."""
     assert (taken(lines, 7, weight=0.3) <= taken(lines, 7, weight=0.6)).all()
-
-
-def test_a_journal_of_an_earlier_version_continues_with_its_draws(
-    tmp_path: Path, vocab_file: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tool: ModuleType = importlib.import_module("data_utils.preprocess_data")
-    cut = cli.chunks
-    monkeypatch.setattr(tool, "JOURNAL_SECONDS", 0)
-    monkeypatch.setattr(cli, "chunks", lambda source, largest: cut(source, 500, largest))
-    records = [json.dumps({"text": f"{i:03}" + "春眠不觉晓" * 4}) + "\n" for i in range(200)]
-    source = tmp_path / "x.jsonl"
-    source.write_text("".join([*records[:150], "not JSON\n", *records[150:]]))
-    argv = ["--input", f"{source}@0.5", "--vocab-file", vocab_file, "--quiet", "--workers", "0"]
-    argv += ["--output-prefix", str(tmp_path / "b")]
-    with monkeypatch.context() as earlier:
-        earlier.setitem(DRAWS, "blake2b", DRAWS["crc32"])
-        with pytest.raises(RuntimeError):
-            tool.main(tool.build_parser().parse_args(argv))
-    journal = tmp_path / "b.part.json"
-    content = json.loads(journal.read_text())
-    del content["state"]["draw"]  # journals of earlier versions lack the hash function's name
-    journal.write_text(json.dumps(content))
-    tool.main(tool.build_parser().parse_args([*argv, "--on-error", "skip"]))
-    offsets = np.cumsum([0, *(len(line.encode()) for line in [*records[:150], "not JSON\n", *records[150:]])])
-    chosen = [zlib.crc32(f"1234/0/{at}".encode()) < 2**31 for at in offsets[:-1]]
-    expected = sum(chosen[:150]) + sum(chosen[151:])
-    assert IndexedDataset(str(tmp_path / "b_text_document")).num_documents == expected
 
 
 @pytest.mark.parametrize("longest_first", [False, True])
