@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ._deepspeed import this_device
+from .groups import host_group
 from .mistakes import refuse_untrained
 from .patches import instruction_handler
 from .pipe import ties
@@ -25,8 +25,8 @@ def any_over_ranks(flags: Sequence[bool], group: Any) -> list[bool]:
     """Return for each flag whether it is set on any rank of the group. Collective, unless there are no flags."""
     if not flags:
         return []
-    any_flags = torch.tensor(flags, dtype=torch.int32, device=this_device())
-    dist.all_reduce(any_flags, op=dist.ReduceOp.MAX, group=group)
+    any_flags = torch.tensor(flags, dtype=torch.int32)
+    dist.all_reduce(any_flags, op=dist.ReduceOp.MAX, group=host_group(group))
     return list(map(bool, any_flags.tolist()))
 
 

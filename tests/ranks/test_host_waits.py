@@ -5,6 +5,7 @@ from such tensors.
 """
 
 import collections
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -104,6 +105,9 @@ def counted() -> Iterator[Waits]:
         patch.setattr(torch, "tensor", make)
         patch.setattr(tds.memory.BufferPool, "take", lambda pool, size: waits.put(take(pool, size)))
         patch.setattr(tds.losses, "to_device", lambda values, _: waits.put(tensor_of(values, dtype=torch.float64)))
+        for name, module in list(sys.modules.items()):
+            if name.startswith("tds.") and hasattr(module, "this_device"):
+                patch.setattr(module, "this_device", lambda: DEVICE)
         with waits:
             yield waits
 
@@ -131,12 +135,16 @@ def _move(engine: Any, waits: Waits) -> None:
 def _steps(stages: int, pipeline: dict[str, Any], kind: str) -> list[dict[str, int]]:
     """Train five steps, and return the waits of each.
 
-    kind: some of the words "distributed", "bf16", "counts" and "dynamic".
+    kind: some of the words "distributed", "bf16", "counts", "dynamic" and "tied" (the first and the last layer).
     """
     torch.manual_seed(0)
     chunks = 2 if pipeline["schedule"] == "interleaved" else 1
+    layers: list[Any] = [nn.Linear(WIDTH, WIDTH) for _ in range(stages * chunks)]
+    if "tied" in kind:
+        for position in (0, -1):
+            layers[position] = tds.pipe.TiedLayerSpec("weight", nn.Linear, WIDTH, WIDTH)
     net = tds.PipelineModule(
-        [nn.Linear(WIDTH, WIDTH) for _ in range(stages * chunks)], num_stages=stages, chunks=chunks,
+        layers, num_stages=stages, chunks=chunks,
         loss_fn=Sums() if "counts" in kind else nn.functional.mse_loss, dynamic_shape="dynamic" in kind,
     )  # fmt: skip
     config: dict[str, Any] = {
@@ -167,6 +175,8 @@ CASES = [
     (2, 2, {"schedule": "1f1b"}, "plain, counts"),
     (3, 1, {"schedule": "zb-h1"}, "plain, counts"),
     (2, 1, {"schedule": "1f1b"}, "plain, dynamic"),
+    (2, 1, {"schedule": "1f1b"}, "plain, tied"),
+    (2, 2, {"schedule": "1f1b"}, "distributed, bf16, tied"),
     (2, 1, {"schedule": "interleaved"}, "distributed, counts"),
     (2, 2, {"schedule": "1f1b"}, "distributed, bf16, counts"),
     (1, 2, {"schedule": "1f1b"}, "distributed, bf16"),
