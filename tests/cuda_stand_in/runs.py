@@ -1,0 +1,207 @@
+"""Runs of a case on the stand-in and on the CPU, and what the case requires of them."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.materials import SAMPLE, random_corpus, small_tokenizer
+from tests.support import free_port
+
+from .build import CACHE, ROOT, library
+from .cases import Case
+from .deadlocks import find_deadlock
+from .waits import is_in_deepspeed
+
+GRACE = 10.0  # seconds in which the other ranks may end after one has failed
+
+
+class RunFailed(Exception):
+    """Raised if a command fails or does not end in time; the message has the end of its output."""
+
+
+@dataclass
+class Outcome:
+    """What the commands of a case have left: losses by split and iteration, outputs of tools, and reports of ranks.
+
+    reports: for each command, the report of each rank (worker.py); empty on the CPU.
+    """
+
+    losses: dict[tuple[str, int, str], float]
+    outputs: list[str] = field(default_factory=list)
+    reports: list[list[dict[str, Any]]] = field(default_factory=list)
+
+
+def materials() -> tuple[str, str]:
+    """Return the prefix of a corpus and the path of its tokenizer, which are created at the first use."""
+    folder = CACHE / "data"
+    if not folder.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as new:
+            random_corpus(Path(new), small_tokenizer(Path(new)))
+            with contextlib.suppress(OSError):  # another process was faster
+                Path(new).rename(folder)
+            Path(new).mkdir(exist_ok=True)  # for the end of the block
+    return str(folder / "tiny"), str(folder / "tokenizer.model")
+
+
+def problems_of(case: Case) -> list[str]:
+    """Run a case; return sentences about what is wrong."""
+    try:
+        on_stand_in = run_case(case, str(library()))
+        on_cpu = run_case(case, None)
+    except RunFailed as error:
+        return [str(error)]
+    problems = different_losses(on_stand_in.losses, on_cpu.losses, case.tolerance)
+    if on_stand_in.outputs != on_cpu.outputs:
+        problems.append(f"output {on_stand_in.outputs} instead of {on_cpu.outputs} on the CPU")
+    for reports in on_stand_in.reports:
+        problems += sorted({sentence for report in reports for sentence in report["refused"]})
+        problems += find_deadlock([report["events"] for report in reports])
+        problems += too_many_waits(reports, case.waits, case.deepspeed_waits)
+    return problems
+
+
+def different_losses(
+    found: dict[tuple[str, int, str], float], expected: dict[tuple[str, int, str], float], tolerance: float
+) -> list[str]:
+    """Return a sentence if losses are missing or differ by more than the tolerance."""
+    if found.keys() != expected.keys() or not expected:
+        return [f"there are losses of {sorted(found)}, but on the CPU of {sorted(expected)}"]
+    for key, loss in expected.items():
+        if not abs(found[key] - loss) <= tolerance:
+            return [f"{key[2]} of {key[0]} at iteration {key[1]} is {found[key]:.6f}, but {loss:.6f} on the CPU"]
+    return []
+
+
+def too_many_waits(reports: Sequence[dict[str, Any]], waits: int, deepspeed_waits: int = 0) -> list[str]:
+    """Return a sentence for each rank whose host waits more often in a step than allowed.
+
+    waits: the most waits in this project's code. deepspeed_waits: the most in DeepSpeed's.
+    The first step is not counted: in it, the optimizer creates its state, and groups are connected.
+    """
+    problems = []
+    for rank, report in enumerate(reports):
+        for number, step in enumerate(report["waits"][1:], 2):
+            of_deepspeed = sum(count for place, count in step.items() if is_in_deepspeed(place))
+            own = sum(step.values()) - of_deepspeed
+            if own > waits or of_deepspeed > deepspeed_waits:
+                places = ", ".join(f"{count} x {place}" for place, count in step.items())
+                allowed = f"{waits} times and DeepSpeed {deepspeed_waits} times"
+                problems.append(f"rank {rank} may wait {allowed}, but waits in step {number}: {places}")
+                break
+    return problems
+
+
+def run_case(case: Case, library_path: str | None) -> Outcome:
+    """Run the commands of a case. library_path: None for a run on the CPU."""
+    data, tokenizer = materials()
+    with tempfile.TemporaryDirectory() as folder:
+        run = str(Path(folder) / "run")
+        text = str(SAMPLE)
+        training = case.command(data, tokenizer, run)
+        outcome = Outcome({})
+        commands = [training]
+        for each in case.then:
+            words = [word.format(run=run, text=text) for word in each.split()]
+            commands.append(words if words[0].endswith(".py") else [*training, *words])
+        for number, command in enumerate(commands):
+            ranks = case.ranks if number == 0 or case.then_ranks is None else case.then_ranks
+            place = Path(folder) / f"command{number}"
+            place.mkdir()
+            output = run_ranks(command, ranks, place, library_path, case.timeout)
+            if command[0].endswith(".py"):
+                outcome.outputs.append(output)
+            if library_path:
+                files = [place / f"rank{rank}.json" for rank in range(ranks)]
+                outcome.reports.append([json.loads(file.read_text()) for file in files])
+        outcome.losses = read_losses(Path(run) / "metrics.jsonl")
+    return outcome
+
+
+def read_losses(path: Path) -> dict[tuple[str, int, str], float]:
+    """Return the losses in metrics.jsonl by split, iteration and name."""
+    losses = {}
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        for name, value in row.items():
+            if re.search(r"loss$", name) and isinstance(value, float):
+                losses[row["split"], row["iteration"], name] = value
+    return losses
+
+
+def run_ranks(command: list[str], ranks: int, folder: Path, library_path: str | None, timeout: float) -> str:
+    """Run a command on several ranks; return what rank 0 has printed. Raises RunFailed."""
+    (folder / "command.json").write_text(json.dumps(command))
+    rendezvous = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    arguments = [sys.executable, "-m", "tests.cuda_stand_in.worker", str(folder)]
+    if library_path:
+        arguments.append(library_path)
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(ranks):
+            places = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
+            environment = {**os.environ, **rendezvous, **places, "OMP_NUM_THREADS": "1"}
+            group = processes[0].pid if processes else 0  # one process group, which can be killed at once
+            with (folder / f"out{rank}").open("wb") as out, (folder / f"err{rank}").open("wb") as err:
+                processes.append(
+                    subprocess.Popen(arguments, cwd=ROOT, env=environment, stdout=out, stderr=err, process_group=group)
+                )
+        late = not _ended(processes, timeout)
+    finally:
+        _kill(processes)
+    codes = [process.returncode for process in processes]
+    if late or any(codes):
+        raise RunFailed(_failure(folder, codes, timeout))
+    return (folder / "out0").read_text(errors="replace")
+
+
+def _ended(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> bool:
+    """Wait for the processes; return whether all end in time. After a failure, the others have `GRACE` seconds."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        codes = [process.poll() for process in processes]
+        if all(code is not None for code in codes):
+            return True
+        if any(codes):
+            deadline = min(deadline, time.monotonic() + GRACE)
+            timeout = GRACE
+        time.sleep(0.05)
+    return False
+
+
+def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Kill the group of these processes, with their helpers, such as data workers."""
+    if processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(processes[0].pid, signal.SIGKILL)
+    for process in processes:
+        process.wait()
+
+
+def _failure(folder: Path, codes: Sequence[int | None], timeout: float) -> str:
+    """Return a sentence about a failed command, with the last error of a rank that failed."""
+    for rank, code in enumerate(codes):
+        lines = (folder / f"err{rank}").read_text(errors="replace").strip().splitlines()
+        if code and code != -signal.SIGKILL and lines:
+            return f"rank {rank} ends with code {code}: {_last_error(lines)}"
+    return f"not finished after {timeout:.0f} s"
+
+
+def _last_error(lines: Sequence[str]) -> str:
+    """Return the last line that names an error, and the line of code above it."""
+    errors = [
+        number for number, line in enumerate(lines) if re.match(r"(\[rank\d+\]: ?)?\w[\w.]*(Error|Exception)\b", line)
+    ]
+    last = errors[-1] if errors else len(lines) - 1
+    places = [line.strip() for line in lines[:last] if line.lstrip().startswith("File ")]
+    return " ".join([*places[-1:], lines[last][:500]])

@@ -1,0 +1,82 @@
+"""One rank of a case, on the stand-in or on the CPU: `python -m tests.cuda_stand_in.worker FOLDER [LIBRARY]`.
+
+FOLDER/command.json has the command: the name of a model family or the path of a tool, then its flags. The rank writes
+FOLDER/rank<N>.json: its waits, the calls that NCCL would refuse, and the order of its calls.
+"""
+
+import functools
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+from .waits import WAITS
+
+
+def _count_waits_of_steps() -> None:
+    """Count the waits in each training step of both kinds of engines."""
+    from megatron.engines.engine import PipeEngine
+    from megatron.engines.without_pipeline import NoPipeEngine
+
+    for engine in (PipeEngine, NoPipeEngine):
+        engine.train_batch = _counted(engine.train_batch)
+
+
+def _counted(train_batch: Any) -> Any:
+    @functools.wraps(train_batch)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with WAITS.step():
+            return train_batch(*args, **kwargs)
+
+    return run
+
+
+def _install(library: str) -> None:
+    """Install the stand-in in this process."""
+    from . import device
+
+    device.install(Path(library), int(os.environ["LOCAL_RANK"]))
+    from . import nccl
+
+    nccl.install()
+    _count_waits_of_steps()
+
+
+def _report() -> dict[str, Any]:
+    from .nccl import RECORD
+
+    return {"waits": WAITS.steps, "refused": RECORD.refused, "events": RECORD.events}
+
+
+def _run(command: list[str]) -> None:
+    """Train a model, or run a tool."""
+    name, *flags = command
+    if name.endswith(".py"):
+        sys.argv = command
+        sys.path.insert(0, str(Path(name).parent))
+        runpy.run_path(name, run_name="__main__")
+        return
+    from megatron.tasks import TASKS
+    from megatron.training import run
+
+    run(TASKS[name](), flags, exit=False)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    library = sys.argv[2] if len(sys.argv) > 2 else None
+    command = json.loads((folder / "command.json").read_text())
+    if library:
+        _install(library)
+    try:
+        _run(command)
+    finally:
+        if library:
+            report = folder / f"rank{os.environ['RANK']}.json"
+            report.write_text(json.dumps(_report()))
+
+
+if __name__ == "__main__":
+    main()
