@@ -93,6 +93,7 @@ class Stream:
 def _patch_torch(local_rank: int) -> None:
     """Replace what the CPU build of torch lacks. Random numbers come from the CPU's generator."""
     import torch
+    import torch.cuda.nccl
 
     Stream.device = torch.device("cuda", local_rank)
     Stream.device_index = local_rank
@@ -105,6 +106,7 @@ def _patch_torch(local_rank: int) -> None:
         setattr(torch.cuda, name, value)
     torch.cuda.nvtx.range_push = lambda *_: None
     torch.cuda.nvtx.range_pop = lambda *_: None
+    torch.cuda.nccl.version = lambda: (2, 29, 7)  # for messages of torch about errors of collectives
     torch.get_device_module = lambda *_: torch.cuda
     _patch_generators()
 

@@ -34,11 +34,13 @@ class Outcome:
     """What the commands of a case have left: losses by split and iteration, outputs of tools, and reports of ranks.
 
     reports: for each command, the report of each rank (worker.py); empty on the CPU.
+    warnings: lines of all ranks.
     """
 
     losses: dict[tuple[str, int, str], float]
     outputs: list[str] = field(default_factory=list)
     reports: list[list[dict[str, Any]]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
 
 def materials() -> tuple[str, str]:
@@ -64,6 +66,8 @@ def problems_of(case: Case) -> list[str]:
     problems = different_losses(on_stand_in.losses, on_cpu.losses, case.tolerance)
     if on_stand_in.outputs != on_cpu.outputs:
         problems.append(f"output {on_stand_in.outputs} instead of {on_cpu.outputs} on the CPU")
+    only_there = [line for line in on_stand_in.warnings if line not in on_cpu.warnings]
+    problems += [f"a warning: {line}" for line in only_there]
     for reports in on_stand_in.reports:
         problems += sorted({sentence for report in reports for sentence in report["refused"]})
         problems += find_deadlock([report["events"] for report in reports])
@@ -121,11 +125,18 @@ def run_case(case: Case, library_path: str | None) -> Outcome:
             output = run_ranks(command, ranks, place, library_path, case.timeout)
             if command[0].endswith(".py"):
                 outcome.outputs.append(output)
+            outcome.warnings += read_warnings([place / f"err{rank}" for rank in range(ranks)])
             if library_path:
                 files = [place / f"rank{rank}.json" for rank in range(ranks)]
                 outcome.reports.append([json.loads(file.read_text()) for file in files])
         outcome.losses = read_losses(Path(run) / "metrics.jsonl")
     return outcome
+
+
+def read_warnings(files: Sequence[Path]) -> list[str]:
+    """Return the different lines with warnings in the errors of ranks."""
+    lines = [line for file in files for line in file.read_text(errors="replace").splitlines()]
+    return list(dict.fromkeys(line for line in lines if "Warning" in line))
 
 
 def read_losses(path: Path) -> dict[tuple[str, int, str], float]:

@@ -1,12 +1,14 @@
 """Tests of the stand-in for CUDA: its cases, its checks of recorded calls, and with --full all cases."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron.config.command_line import parse
 from megatron.config.defaults import DEFAULTS
-from tests.support import FULL
+from tests.support import FULL, command
 
 from .build import Missing, library
 from .cases import CASES
@@ -27,14 +29,38 @@ def test_the_flags_of_a_case_are_valid(name: str) -> None:
             parse([*command[1:], *each.split()], DEFAULTS[case.family], case.ranks)
 
 
-@FULL
-@pytest.mark.parametrize("name", CASES)
-def test_a_case(name: str) -> None:
+@pytest.fixture
+def built() -> Path:
+    """The path of the library; without a compiler, the test is skipped."""
     try:
-        library()
+        return library()
     except Missing as error:
         pytest.skip(str(error))
+
+
+@FULL
+@pytest.mark.parametrize("name", CASES)
+def test_a_case(name: str, built: Path) -> None:
     assert problems_of(CASES[name]) == []
+
+
+@FULL
+def test_the_stand_in_counts_waits_and_refuses_mistakes(built: Path) -> None:
+    done = command("python", "-m", "tests.cuda_stand_in.probes", str(built))
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    free = {"repeat_interleave of a known size", "computation"}
+    free |= {"to the device, without blocking", "to pinned memory, without blocking"}
+    assert {name for name, count in found["waits"].items() if not count} == free
+    assert found["gradient"] == ["cuda:1", [2.0, 4.0]]
+    assert "same device" in found["mixed"]
+    assert found["refused"] == [
+        "a tensor of the CPU in a group of NCCL",
+        "a tensor on the device in a group of hosts",
+        "a tensor [3, 2] that is not contiguous",
+        "torch.int16",
+        "RedOpType.BOR",
+    ]
 
 
 class Program:

@@ -10,7 +10,7 @@ import os
 import runpy
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from .waits import WAITS
 
@@ -33,21 +33,33 @@ def _counted(train_batch: Any) -> Any:
     return run
 
 
-def _install(library: str) -> None:
-    """Install the stand-in in this process."""
+def install(library: Path) -> None:
+    """Install the stand-in in this process, before torch is imported."""
     from . import device
 
-    device.install(Path(library), int(os.environ["LOCAL_RANK"]))
+    device.install(library, int(os.environ["LOCAL_RANK"]))
     from . import nccl
 
     nccl.install()
-    _count_waits_of_steps()
 
 
-def _report() -> dict[str, Any]:
+def _write_report(folder: Path) -> None:
+    """Write what this rank has recorded."""
     from .nccl import RECORD
 
-    return {"waits": WAITS.steps, "refused": RECORD.refused, "events": RECORD.events}
+    report = {"waits": WAITS.steps, "refused": RECORD.refused, "events": RECORD.events}
+    (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(report))
+
+
+def _report_before_exit(folder: Path) -> None:
+    """Write the report also if the command ends this process with os._exit, as generate.py does on several ranks."""
+    end = os._exit
+
+    def write_and_end(code: int) -> NoReturn:
+        _write_report(folder)
+        end(code)
+
+    os._exit = write_and_end
 
 
 def _run(command: list[str]) -> None:
@@ -69,13 +81,14 @@ def main() -> None:
     library = sys.argv[2] if len(sys.argv) > 2 else None
     command = json.loads((folder / "command.json").read_text())
     if library:
-        _install(library)
+        install(Path(library))
+        _count_waits_of_steps()
+        _report_before_exit(folder)
     try:
         _run(command)
     finally:
         if library:
-            report = folder / f"rank{os.environ['RANK']}.json"
-            report.write_text(json.dumps(_report()))
+            _write_report(folder)
 
 
 if __name__ == "__main__":
