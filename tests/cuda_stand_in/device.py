@@ -107,7 +107,7 @@ def _patch_torch(local_rank: int) -> None:
     torch.cuda.nvtx.range_push = lambda *_: None
     torch.cuda.nvtx.range_pop = lambda *_: None
     torch.cuda.nccl.version = lambda: (2, 29, 7)  # for messages of torch about errors of collectives
-    torch.get_device_module = lambda *_: torch.cuda
+    torch.get_device_module = lambda *_: torch.cuda  # type: ignore[assignment]
     _patch_generators()
 
 

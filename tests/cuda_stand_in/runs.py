@@ -67,7 +67,7 @@ def problems_of(case: Case) -> list[str]:
     if on_stand_in.outputs != on_cpu.outputs:
         problems.append(f"output {on_stand_in.outputs} instead of {on_cpu.outputs} on the CPU")
     only_there = [line for line in on_stand_in.warnings if line not in on_cpu.warnings]
-    problems += [f"a warning: {line}" for line in only_there]
+    problems += [f"a warning: {line[:200]}" for line in only_there]
     for reports in on_stand_in.reports:
         problems += sorted({sentence for report in reports for sentence in report["refused"]})
         problems += find_deadlock([report["events"] for report in reports])
@@ -96,14 +96,22 @@ def too_many_waits(reports: Sequence[dict[str, Any]], waits: int, deepspeed_wait
     problems = []
     for rank, report in enumerate(reports):
         for number, step in enumerate(report["waits"][1:], 2):
-            of_deepspeed = sum(count for place, count in step.items() if is_in_deepspeed(place))
-            own = sum(step.values()) - of_deepspeed
-            if own > waits or of_deepspeed > deepspeed_waits:
-                places = ", ".join(f"{count} x {place}" for place, count in step.items())
-                allowed = f"{waits} times and DeepSpeed {deepspeed_waits} times"
-                problems.append(f"rank {rank} may wait {allowed}, but waits in step {number}: {places}")
+            of_deepspeed = {place: count for place, count in step.items() if is_in_deepspeed(place)}
+            own = {place: count for place, count in step.items() if place not in of_deepspeed}
+            excess = [_excess(own, waits, "this project"), _excess(of_deepspeed, deepspeed_waits, "DeepSpeed")]
+            if any(excess):
+                problems.append(f"rank {rank} waits in step {number} {' and '.join(filter(None, excess))}")
                 break
     return problems
+
+
+def _excess(places: dict[str, int], allowed: int, owner: str) -> str:
+    """Return how often a host waits at these places, "" if it is allowed."""
+    total = sum(places.values())
+    if total <= allowed:
+        return ""
+    listed = ", ".join(f"{count} x {place}" for place, count in places.items())
+    return f"{total} times in code of {owner}, {allowed} allowed: {listed}"
 
 
 def run_case(case: Case, library_path: str | None) -> Outcome:

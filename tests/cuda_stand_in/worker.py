@@ -21,7 +21,7 @@ def _count_waits_of_steps() -> None:
     from megatron.engines.without_pipeline import NoPipeEngine
 
     for engine in (PipeEngine, NoPipeEngine):
-        engine.train_batch = _counted(engine.train_batch)
+        engine.train_batch = _counted(engine.train_batch)  # type: ignore[method-assign]
 
 
 def _counted(train_batch: Any) -> Any:
@@ -59,7 +59,7 @@ def _report_before_exit(folder: Path) -> None:
         _write_report(folder)
         end(code)
 
-    os._exit = write_and_end
+    os._exit = write_and_end  # type: ignore[assignment]
 
 
 def _run(command: list[str]) -> None:
