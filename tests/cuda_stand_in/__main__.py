@@ -4,6 +4,7 @@ Needs a C++ compiler and no GPU.
 """
 
 import argparse
+import signal
 import sys
 import time
 
@@ -25,6 +26,8 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 1
     materials()
+    # Without this, SIGTERM would end this process alone, and the ranks would continue.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     failed = 0
     for name in args.cases or CASES:
         start = time.monotonic()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .waits import WAITS, caller
 
-# Of `to_nccl_data_type` in torch/csrc/cuda/nccl.cpp (2.13).
+# Of `getNcclDataType` in torch/csrc/distributed/c10d/NCCLUtils.cpp (2.13).
 DTYPES = {
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64,
     torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
@@ -141,7 +141,9 @@ def _check(name: str, tensor: Tensor, group: Any) -> None:
         return
     if not tensor.is_cuda:
         RECORD.refuse(name, "a tensor of the CPU in a group of NCCL")
-    if not tensor.is_contiguous():
+    if tensor.layout is not torch.strided:
+        RECORD.refuse(name, "a sparse tensor")
+    elif not tensor.is_contiguous():
         RECORD.refuse(name, f"a tensor {list(tensor.shape)} that is not contiguous")
     if tensor.dtype not in DTYPES:
         RECORD.refuse(name, f"{tensor.dtype}")

@@ -26,8 +26,7 @@ using Place = Maybe<c10::Device>;
 // Their CUDA kernels read a size or a flag on the host.
 const std::set<std::string> kWaiting{
     "aten::nonzero",    "aten::masked_select",     "aten::_unique2",          "aten::unique_dim",
-    "aten::bincount",   "aten::repeat_interleave", "aten::unique_consecutive", "aten::equal",
-    "aten::is_nonzero",
+    "aten::bincount",   "aten::unique_consecutive", "aten::equal",             "aten::is_nonzero",
 };
 
 void delete_storage(void* storage) { delete static_cast<c10::Storage*>(storage); }
@@ -120,8 +119,6 @@ c10::IValue indices_to_host(const c10::IValue& value, Views& views) {
       on_host.push_back(index);
       continue;
     }
-    if (index->is_cpu() && index->dim() > 0) report_wait("index on the host");
-    if (index->is_cuda() && index->scalar_type() == at::kBool) report_wait("bool mask as index");
     on_host.push_back(Maybe<Tensor>(views.to_host(*index)));
   }
   return on_host;
@@ -153,13 +150,28 @@ c10::IValue result_to_device(const c10::IValue& value, Views& views) {
   return on_device;
 }
 
+// Whether an assignment to indices reads the number of True in a mask. A mask and a scalar of the CPU are a masked_fill
+// (canDispatchToMaskedFill in native/TensorAdvancedIndexing.cpp). Reading by a mask calls nonzero before it gets here.
+bool counts_mask(const std::string& name, const c10::IValue* arguments) {
+  if (name.rfind("aten::index_put", 0) && name.rfind("aten::_index_put", 0)) return false;
+  const Tensor& values = arguments[2].toTensor();
+  if (values.is_cpu() && values.numel() == 1) return false;
+  for (const Maybe<Tensor>& index : arguments[1].toOptionalTensorList().vec()) {
+    if (index.has_value() && index->defined() && index->scalar_type() == at::kBool) return true;
+  }
+  return false;
+}
+
+bool host_waits(const std::string& name, const c10::IValue* arguments, const c10::IValue& last) {
+  // With output_size, repeat_interleave.Tensor does not read the sum of the repeats (native/cuda/Repeat.cu).
+  if (name == "aten::repeat_interleave") return last.isNone();
+  return kWaiting.count(name) || counts_mask(name, arguments);
+}
+
 void run_on_host(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
   const auto& schema = operation.schema();
-  if (kWaiting.count(schema.name())) {
-    // With output_size, repeat_interleave.Tensor does not read the sum of the repeats (native/cuda/Repeat.cu).
-    bool has_size = schema.name() == "aten::repeat_interleave" && !stack->back().isNone();
-    if (!has_size) report_wait(schema.name().c_str());
-  }
+  const c10::IValue* arguments = stack->data() + stack->size() - schema.arguments().size();
+  if (host_waits(schema.name(), arguments, stack->back())) report_wait(schema.name().c_str());
   Views views;
   Devices devices;
   for (size_t i = stack->size() - schema.arguments().size(); i < stack->size(); i++)

@@ -68,6 +68,8 @@ def problems_of(case: Case) -> list[str]:
         problems.append(f"output {on_stand_in.outputs} instead of {on_cpu.outputs} on the CPU")
     only_there = [line for line in on_stand_in.warnings if line not in on_cpu.warnings]
     problems += [f"a warning: {line[:200]}" for line in only_there]
+    if any(len(report["waits"]) < 2 for report in on_stand_in.reports[0]):
+        problems.append("the waits of no step were counted")
     for reports in on_stand_in.reports:
         problems += sorted({sentence for report in reports for sentence in report["refused"]})
         problems += find_deadlock([report["events"] for report in reports])
