@@ -30,7 +30,6 @@ class Case:
     waits: the most waits for the device in a training step. deepspeed_waits: the most in DeepSpeed's own code.
     tolerance: the largest difference between a loss and the CPU's.
     then: further commands, each of which begins with a tool, or with flags that follow the run's own (a resume).
-    then_ranks: number of ranks of these commands; None for the number of the run.
     timeout: seconds for each command.
     """
 
@@ -41,8 +40,7 @@ class Case:
     deepspeed_waits: int = 0
     tolerance: float = PRINTED
     then: tuple[str, ...] = ()
-    then_ranks: int | None = None
-    timeout: float = 120.0
+    timeout: float = 180.0
 
     def command(self, data: str, tokenizer: str, run: str) -> list[str]:
         """Return the command of the run for worker.py."""

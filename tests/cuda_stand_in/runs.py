@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.materials import SAMPLE, random_corpus, small_tokenizer
+from tests.materials import SAMPLE
 from tests.support import free_port
 
-from .build import CACHE, ROOT, library
+from .build import ROOT
 from .cases import Case
 from .deadlocks import find_deadlock
 from .waits import is_in_deepspeed
@@ -43,24 +43,20 @@ class Outcome:
     warnings: list[str] = field(default_factory=list)
 
 
-def materials() -> tuple[str, str]:
-    """Return the prefix of a corpus and the path of its tokenizer, which are created at the first use."""
-    folder = CACHE / "data"
-    if not folder.exists():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=CACHE) as new:
-            random_corpus(Path(new), small_tokenizer(Path(new)))
-            with contextlib.suppress(OSError):  # another process was faster
-                Path(new).rename(folder)
-            Path(new).mkdir(exist_ok=True)  # for the end of the block
-    return str(folder / "tiny"), str(folder / "tokenizer.model")
+@dataclass(frozen=True)
+class Materials:
+    """What all cases read: the library, the prefix of a corpus, and the path of its tokenizer."""
+
+    library: str
+    data: str
+    tokenizer: str
 
 
-def problems_of(case: Case) -> list[str]:
+def problems_of(case: Case, materials: Materials) -> list[str]:
     """Run a case; return sentences about what is wrong."""
     try:
-        on_stand_in = run_case(case, str(library()))
-        on_cpu = run_case(case, None)
+        on_stand_in = run_case(case, materials, on_cpu=False)
+        on_cpu = run_case(case, materials, on_cpu=True)
     except RunFailed as error:
         return [str(error)]
     problems = different_losses(on_stand_in.losses, on_cpu.losses, case.tolerance)
@@ -116,30 +112,27 @@ def _excess(places: dict[str, int], allowed: int, owner: str) -> str:
     return f"{total} times in code of {owner}, {allowed} allowed: {listed}"
 
 
-def run_case(case: Case, library_path: str | None) -> Outcome:
-    """Run the commands of a case. library_path: None for a run on the CPU."""
-    data, tokenizer = materials()
+def run_case(case: Case, materials: Materials, on_cpu: bool) -> Outcome:
+    """Run the commands of a case on the stand-in or on the CPU. Raises RunFailed."""
+    outcome = Outcome({})
     with tempfile.TemporaryDirectory() as folder:
-        run = str(Path(folder) / "run")
-        text = str(SAMPLE)
-        training = case.command(data, tokenizer, run)
-        outcome = Outcome({})
+        run = Path(folder) / "run"
+        training = case.command(materials.data, materials.tokenizer, str(run))
         commands = [training]
         for each in case.then:
-            words = [word.format(run=run, text=text) for word in each.split()]
+            words = [word.format(run=run, text=SAMPLE) for word in each.split()]
             commands.append(words if words[0].endswith(".py") else [*training, *words])
         for number, command in enumerate(commands):
-            ranks = case.ranks if number == 0 or case.then_ranks is None else case.then_ranks
             place = Path(folder) / f"command{number}"
             place.mkdir()
-            output = run_ranks(command, ranks, place, library_path, case.timeout)
+            output = run_ranks(command, case.ranks, place, None if on_cpu else materials.library, case.timeout)
             if command[0].endswith(".py"):
                 outcome.outputs.append(output)
-            outcome.warnings += read_warnings([place / f"err{rank}" for rank in range(ranks)])
-            if library_path:
-                files = [place / f"rank{rank}.json" for rank in range(ranks)]
+            outcome.warnings += read_warnings([place / f"err{rank}" for rank in range(case.ranks)])
+            if not on_cpu:
+                files = [place / f"rank{rank}.json" for rank in range(case.ranks)]
                 outcome.reports.append([json.loads(file.read_text()) for file in files])
-        outcome.losses = read_losses(Path(run) / "metrics.jsonl")
+        outcome.losses = read_losses(run / "metrics.jsonl")
     return outcome
 
 

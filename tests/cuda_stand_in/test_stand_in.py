@@ -13,7 +13,7 @@ from tests.support import FULL, command
 from .build import Missing, library
 from .cases import CASES
 from .deadlocks import find_deadlock
-from .runs import different_losses, problems_of, too_many_waits
+from .runs import Materials, different_losses, problems_of, too_many_waits
 
 PAIR = [0, 1]
 
@@ -40,8 +40,8 @@ def built() -> Path:
 
 @FULL
 @pytest.mark.parametrize("name", CASES)
-def test_a_case(name: str, built: Path) -> None:
-    assert problems_of(CASES[name]) == []
+def test_a_case(name: str, built: Path, tiny_data: str, vocab_file: str) -> None:
+    assert problems_of(CASES[name], Materials(str(built), tiny_data, vocab_file)) == []
 
 
 @FULL
