@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-# fp32 without dropout, so that losses equal the CPU's. A flag that comes later in a command overrides an earlier one.
+# In fp32, losses equal the CPU's. A flag that comes later in a command overrides an earlier one.
 BASE = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --batch-size 2 --gas 2 --lr 3e-3 "
     "--train-iters 4 --log-interval 1 --eval-iters 1 --eval-interval 2 --num-workers 0 --precision fp32 "
@@ -87,7 +87,8 @@ CASES = {
     # The host compares loss and norm with those of earlier steps.
     "gpt2-spike-guard": Case("gpt2", 1, "--skip-step-sigma 6", waits=1),
     "gpt2-offload": Case("gpt2", 1, "--offload-activations"),
-    "gpt2-dropout": Case("gpt2", 2, f"{TENSOR} --hidden-dropout 0.1 --attention-dropout 0.1", tolerance=0.1),
+    # Random numbers of the stand-in come from the CPU's generator, so the masks are equal.
+    "gpt2-dropout": Case("gpt2", 2, f"{TENSOR} --hidden-dropout 0.1 --attention-dropout 0.1"),
     "gpt2-resume": Case(
         "gpt2", 1, "--exit-interval 2 --save-interval 2 --async-save --save-at-end", then=("--exit-interval 4",)
     ),
