@@ -91,8 +91,8 @@ def _run_group(ranks: Sequence[Rank], group: str) -> bool:
     """End what can end in a group; return whether anything has."""
     heads = [(rank, call) for rank in ranks if (call := rank.head(group)) is not None]
     collectives = [(rank, call) for rank, call in heads if call.operations[0][1] is None]
-    if collectives:
-        return _run_collective(collectives)
+    if collectives and _run_collective(collectives):
+        return True
     return any([_run_messages(ranks, rank, call) for rank, call in heads])
 
 

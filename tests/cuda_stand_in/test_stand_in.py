@@ -1,6 +1,7 @@
 """Tests of the stand-in for CUDA: its cases, its checks of recorded calls, and with --full all cases."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +70,13 @@ class Program:
     def __init__(self) -> None:
         self.events: list[list[Any]] = []
 
-    def call(self, *operations: tuple[str, int | None], group: str = "pair", size: int = 4) -> int:
-        """Start operations (name, peer) as one call; return its number."""
+    def call(
+        self, *operations: tuple[str, int | None], group: str = "pair", ranks: Sequence[int] = PAIR, size: int = 4
+    ) -> int:
+        """Start operations (name, peer) as one call in a group of these ranks; return its number."""
         number = len(self.events)
         described = [[name, peer, f"float32 {size}"] for name, peer in operations]
-        self.events.append(["call", number, group, PAIR, described, f"line {number}"])
+        self.events.append(["call", number, group, ranks, described, f"line {number}"])
         return number
 
     def wait(self, number: int) -> None:
@@ -109,6 +112,15 @@ def test_the_operations_of_a_batch_run_at_the_same_time() -> None:
 def test_messages_of_other_sizes_do_not_fit() -> None:
     (problem,) = find_deadlock(exchanging("send", "recv", size=5))
     assert "float32 5 meets" in problem
+
+
+def test_two_ranks_exchange_messages_while_a_third_waits_in_a_collective() -> None:
+    programs = [Program(), Program(), Program()]
+    for rank, name in ((0, "send"), (1, "recv")):
+        programs[rank].wait(programs[rank].call((name, 1 - rank), ranks=[0, 1, 2]))
+    for program in programs:
+        program.wait(program.call(("all_reduce", None), ranks=[0, 1, 2]))
+    assert find_deadlock([program.events for program in programs]) == []
 
 
 def test_collectives_of_two_groups_deadlock_if_each_rank_waits_for_another() -> None:
