@@ -39,9 +39,11 @@ def sample_documents(documents: Iterator[str], max_bytes: int, seed: int, quiet:
     for place, text in enumerate(Progress(documents, desc="reading", unit=" documents", disable=quiet)):
         num_bytes = len(text.encode())
         size += num_bytes
-        heapq.heappush(kept, (-rng.random(), place, num_bytes, text))
+        number = rng.random()
+        heapq.heappush(kept, (-number, place, num_bytes, text))
         while size - kept[0][2] >= max_bytes:  # the other documents suffice
-            size -= heapq.heappop(kept)[2]
+            _, _, popped_bytes, _ = heapq.heappop(kept)
+            size -= popped_bytes
     kept.sort(key=itemgetter(1))
     return [text for *_, text in kept]
 

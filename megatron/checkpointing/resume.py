@@ -43,6 +43,15 @@ def _is_own(load: str, config: Config, save_dir: str | Path) -> bool:
     return to_path(load).resolve() in own_folders
 
 
+def ignores_load(own_checkpoint: Path | None, config: Config, save_dir: str | Path) -> bool:
+    """Return whether a run ignores --load, as it resumes from `own_checkpoint`.
+
+    --load that names the folder of this run itself, as in Megatron-LM's commands, is the run's own checkpoint.
+    """
+    load = config.checkpoint.load
+    return own_checkpoint is not None and load is not None and not _is_own(load, config, save_dir)
+
+
 def find_start(config: Config, save_dir: str) -> Start:
     """Return the checkpoint to start from: this run's newest checkpoint, else that of --load, else none.
 
@@ -59,9 +68,8 @@ def find_start(config: Config, save_dir: str) -> Start:
             restore_replaced(to_path(save_dir))
             path = latest_checkpoint(to_path(save_dir))
     path = broadcast_from_rank_0(path)
-    # --load that names the folder of this run itself, as in Megatron-LM's commands, is the run's own checkpoint.
-    ignores_load = load is not None and path is not None and not _is_own(load, config, save_dir)
-    if ignores_load:
+    wanted = Wanted.from_config(config, ignores_load(path, config, save_dir))
+    if ignores_load(path, config, save_dir):
         ignored = " ".join([f"--load {load}", *flags_of_loading(config.checkpoint)])
         print_rank_0(f"{ignored}: ignored, as this run resumes from its own checkpoint {path}")
     elif path is not None and config.checkpoint.finetune:
@@ -71,7 +79,7 @@ def find_start(config: Config, save_dir: str) -> Start:
         )
     elif load and path is None:
         path = _checkpoint_of_load(load, config, save_dir)
-    return Start(path, Wanted.from_config(config, ignores_load))
+    return Start(path, wanted)
 
 
 def _checkpoint_of_load(load: str, config: Config, save_dir: str) -> Path | None:

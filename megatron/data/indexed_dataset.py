@@ -168,10 +168,7 @@ class IndexedDataset:
             # The time alone changes by `touch`, and the inode alone when a network file system forgets it.
             is_replaced = now.st_ino != before.st_ino and now.st_mtime_ns != before.st_mtime_ns
             if is_replaced or now.st_size != before.st_size:
-                raise DatasetError(
-                    f"{path} is another file than the run has opened; restore it, and do not change the files of a "
-                    "corpus that a run reads"
-                )
+                raise DatasetError(f"{path} is another file than the run has opened; restore it, and start again")
 
     def __len__(self) -> int:
         return len(self.sizes)

@@ -41,10 +41,11 @@ def _losses_on_one_rank(logits: Tensor, target: Tensor, dtype: torch.dtype) -> t
         target_ids = target[chunk].unsqueeze(-1)
         loss[chunk] = -log_probs.gather(-1, target_ids).squeeze(-1)
         # The loss is log Z minus the target's logit.
-        log_z[chunk] = logits[chunk].gather(-1, target_ids).squeeze(-1).to(dtype) + loss[chunk]
-        # In these rows, the target's logit is masked or nearly so. Row 0 stands in for targets outside the vocabulary.
-        unlikely = chunk.start + (loss[chunk] > MAX_LOSS).nonzero().squeeze(-1)
-        log_z[unlikely] = logits[unlikely].to(dtype).logsumexp(-1)
+        target_logits = logits[chunk].gather(-1, target_ids).squeeze(-1)
+        log_z[chunk] = target_logits.to(dtype) + loss[chunk]
+    # Tokens whose target is masked or nearly so. Row 0 stands in for targets outside the vocabulary.
+    unlikely = (loss > MAX_LOSS).nonzero().squeeze(-1)
+    log_z[unlikely] = logits[unlikely].to(dtype).logsumexp(-1)
     return loss, log_z
 
 

@@ -137,7 +137,7 @@ def check_resume(config: Config, run_dir: Path, fingerprint: str | None, quick: 
     from megatron.checkpointing.lookup import find_checkpoint, latest_checkpoint
     from megatron.checkpointing.pruned import was_deleted
     from megatron.checkpointing.reader import CheckpointReader
-    from megatron.checkpointing.resume import may_load_nothing
+    from megatron.checkpointing.resume import ignores_load, may_load_nothing
     from megatron.training.run_folder import refuse_other_checkpoints, save_dir_of
 
     save_dir = save_dir_of(config, run_dir)
@@ -147,7 +147,7 @@ def check_resume(config: Config, run_dir: Path, fingerprint: str | None, quick: 
     try:
         # The run's own checkpoints come before that of --load, with which a new run starts.
         path = latest_checkpoint(save_dir)
-        wanted = Wanted.from_config(config, beside_load=path is not None and bool(load))
+        wanted = Wanted.from_config(config, ignores_load(path, config, save_dir))
         if path is None and load and not may_load_nothing(load, config, save_dir):
             path = find_checkpoint(load)
         if path is None:

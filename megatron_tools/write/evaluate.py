@@ -12,6 +12,7 @@ import torch
 from data_utils.documents import read_texts
 from data_utils.progress import Progress
 from megatron import mpu
+from megatron.atomic import write_text
 from megatron.checkpointing import load_weights
 from megatron.checkpointing.pruned import read_newest
 from megatron.features.cpu_matmul import pack_weights
@@ -172,8 +173,8 @@ def main(args: argparse.Namespace) -> None:
         metrics = measure_perplexity(subject, args)
     else:
         metrics = measure_cloze(subject, args)
+    if args.json:  # first, as the reader of the printed lines may end
+        write_text(args.json, json.dumps(metrics, indent=1))
     for key, value in metrics.items():
         number = f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
         print(f"{key.ljust(20)} {number}")
-    if args.json:
-        Path(args.json).write_text(json.dumps(metrics, indent=1), encoding="utf-8")
