@@ -1,5 +1,7 @@
 """Checks of a corpus: its token ids, and its index against its .bin file, once by one process (`reuse_checks`)."""
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,3 +111,17 @@ def check_ids(indexed: IndexedDataset, vocab_size: int | None) -> None:
             f"{vocab_size} tokens: the file is damaged or was made with another tokenizer; preprocess the text again "
             "or pass the --vocab-file of the corpus"
         )
+
+
+def refuse_other_files(
+    maps: Sequence[tuple[str, Any, int]], old: Sequence[os.stat_result], new: Sequence[os.stat_result]
+) -> None:
+    """Raise DatasetError if a file is another one than the process has opened that pickled the data set.
+
+    maps: path, map and size of each file. old, new: its status there and here.
+    """
+    for (path, *_), before, now in zip(maps, old, new, strict=True):
+        # The time alone changes by `touch`, and the inode alone when a network file system forgets it.
+        is_replaced = now.st_ino != before.st_ino and now.st_mtime_ns != before.st_mtime_ns
+        if is_replaced or now.st_size != before.st_size:
+            raise DatasetError(f"{path} is another file than the run has opened; restore it, and start again")

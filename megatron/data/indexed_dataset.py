@@ -164,11 +164,9 @@ class IndexedDataset:
         """Reopen the files in another process, without the check, which the process that pickled has made."""
         prefix, one_sequence_each, stamp, versions = state
         self._open(prefix, {prefix: one_sequence_each}, stamp)
-        for (path, *_), before, now in zip(self._maps, versions, self._versions, strict=True):
-            # The time alone changes by `touch`, and the inode alone when a network file system forgets it.
-            is_replaced = now.st_ino != before.st_ino and now.st_mtime_ns != before.st_mtime_ns
-            if is_replaced or now.st_size != before.st_size:
-                raise DatasetError(f"{path} is another file than the run has opened; restore it, and start again")
+        from .index_check import refuse_other_files
+
+        refuse_other_files(self._maps, versions, self._versions)
 
     def __len__(self) -> int:
         return len(self.sizes)

@@ -87,7 +87,8 @@ def _run_across_ranks(rows: Tensor, counts: Tensor, apply_experts: Apply, axis: 
     sent_counts = counts.view(axis.size, -1).sum(1)
     # Numbers of rows to and from each rank, copied to the host at once.
     sends, receives = torch.stack([sent_counts, received_counts.sum(1)]).tolist()
-    local_experts = torch.arange(received_counts.shape[1], device=received_counts.device).repeat(axis.size)
+    rank_experts = torch.arange(received_counts.shape[1], device=received_counts.device)
+    local_experts = rank_experts.repeat(axis.size)
     # expert of each row that arrives; without the number of rows, the host would wait for the device again
     row_experts = local_experts.repeat_interleave(received_counts.flatten(), output_size=sum(receives))
     # The rows arrive sorted by rank, then by expert; the experts need them sorted by expert only.

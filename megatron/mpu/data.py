@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._torch import to_device
 from .current import current_mesh
 from .data_shapes import broadcast_shapes, find_problem
 from .mesh import Axis
@@ -56,13 +57,6 @@ def broadcast_data(
 
     _, *flat_tensors = torch.split(packed, counts)
     return {key: flat.view(shape) for key, flat, shape in zip(keys, flat_tensors, shapes, strict=True)}
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor [...] on `device`. Copies from the host are queued, so the host waits for no earlier work."""
-    if device.type == "cpu" or tensor.device.type != "cpu":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def default_device(axis: Axis) -> torch.device:

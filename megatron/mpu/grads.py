@@ -45,7 +45,8 @@ def grad_norm(parameters: Iterable[nn.Parameter] | nn.Parameter, mesh: Mesh | No
     reduce_in_place(squared_norm, mesh.replica)
     dtype = torch.float32
     if grads:
-        dtype = torch.promote_types(grads[0].dtype.to_real(), dtype)
+        grad_dtype = grads[0].dtype.to_real()
+        dtype = torch.promote_types(grad_dtype, dtype)
     return squared_norm.sqrt().to(dtype)
 
 
