@@ -181,14 +181,19 @@ class Mixture(nn.Module):
 
         In evaluation the loss is zero. text: which tokens the router counts in training, see `Router`.
         """
-        experts, weights, loss = self.router(hidden, text)
+        # Autocast would round the router's logits. It would also cast the weighted sum, but not its backward pass.
+        no_autocast = torch.autocast(hidden.device.type, enabled=False)
+        with no_autocast:
+            experts, weights, loss = self.router(hidden, text)
         x = self._gather_tokens(hidden)  # each rank computes a part of every expert, for all tokens
         s, b, h = x.shape
         experts = mpu.gather_from_sequence_parallel_region(experts, self.sequence).view(s * b, -1)  # have no gradient
-        weights = self._gather_tokens(weights).to(x.dtype).view(s * b, 1, -1)
+        weights = self._gather_tokens(weights).view(s * b, 1, -1)
         rows = x.flatten(0, 1)
         outputs = dispatch_to_experts(rows, experts, self.num_experts, self._run_experts, self.expert_axis)
-        output: Tensor = _WeightedSum.apply(weights, outputs).view(s, b, h)  # type: ignore[no-untyped-call]
+        with no_autocast:
+            output: Tensor = _WeightedSum.apply(weights.to(outputs.dtype), outputs)  # type: ignore[no-untyped-call]
+        output = output.view(s, b, h)
         if self.shared_expert is not None:
             shared = self.shared_expert(x)
             if self.shared_gate is not None:

@@ -22,14 +22,22 @@ class Recipe:
 
     def __init__(self, function: Callable[[Tensor], Tensor], source: "Tensor | Recipe") -> None:
         self._function = function
-        self._source = source if isinstance(source, Recipe) else source.detach()
+        if isinstance(source, Recipe):
+            self._source: Tensor | Recipe = source
+            self._autocast: torch.autocast = source._autocast
+        else:
+            self._source = source.detach()
+            # The backward pass recomputes under the torch.autocast of this forward pass.
+            device = source.device.type
+            enabled = torch.is_autocast_enabled(device)
+            self._autocast = torch.autocast(device, torch.get_autocast_dtype(device), enabled)
         self._uses = self._uses_left = 0
         self._result: Tensor | None = None
 
     def recompute(self) -> Tensor:
         """Recompute the result [...] from its source."""
         source = self._source.recompute() if isinstance(self._source, Recipe) else self._source
-        with torch.no_grad():
+        with torch.no_grad(), self._autocast:
             return self._function(source)
 
     def register_view(self, tensor: Tensor) -> "_RecomputedView":

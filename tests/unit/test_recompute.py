@@ -49,11 +49,13 @@ def _loss(flags: str) -> tuple[nn.Module, Callable[[], Tensor]]:
     ids=["gpt2", "relu", "t5", "llama", "qwen3"],
 )
 @pytest.mark.parametrize("modules", [ALL, "--recompute-modules qkv", "--recompute-modules norm activation"])
-def test_numbers_are_the_same_to_the_bit(flags: str, modules: str) -> None:
+@pytest.mark.parametrize("autocast", [False, True])
+def test_numbers_are_the_same_to_the_bit(flags: str, modules: str, autocast: bool) -> None:
     results = []
     for more in ("", modules):
         model, loss = _loss(f"{flags} {more}")
-        value = loss()
+        with torch.autocast("cpu", torch.bfloat16, autocast):
+            value = loss()
         value.backward()
         results.append([value, *(p.grad for p in model.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
