@@ -125,8 +125,12 @@ def to_additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def cached_on(owner: Tensor, key: tuple[Any, ...], make: Callable[[], Found], other: Tensor | None = None) -> Found:
-    """Return `make()`, cached under `key` on the tensor `owner` [...] until `owner` or `other` is changed in place."""
-    if torch.compiler.is_compiling():  # torch.compile fuses `make` into one kernel, so a cache is not needed.
+    """Return `make()`, cached under `key` on the tensor `owner` [...] until `owner` or `other` is changed in place.
+
+    Nothing is cached for tensors of `torch.inference_mode()`, whose changes in place cannot be noticed.
+    """
+    # torch.compile fuses `make` into one kernel, so a cache is not needed.
+    if torch.compiler.is_compiling() or owner.is_inference() or (other is not None and other.is_inference()):
         return make()
     cache: dict[Any, tuple[Tensor | None, Found]] = owner.__dict__.setdefault("_cached", {})
     # The key contains the Python id of `other`. The cache keeps a reference to `other`, because a new tensor could
@@ -135,7 +139,8 @@ def cached_on(owner: Tensor, key: tuple[Any, ...], make: Callable[[], Found], ot
     other_version = 0 if kept_other is None else version_counter(kept_other)
     key = (*key, version_counter(owner), id(kept_other), other_version)
     if key not in cache:
-        cache[key] = kept_other, make()
+        with torch.inference_mode(False):  # training after an evaluation in inference mode uses the result
+            cache[key] = kept_other, make()
     return cache[key][1]
 
 

@@ -35,4 +35,5 @@ def window_mask(
 def causal_window(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
     """Return a causal mask [1, 1, q, k] of the last `window` tokens. The mask is cached because it is large."""
     # Query i is token keys - queries + i, and the first key that it sees is window - 1 tokens earlier.
-    return causal_mask(queries, keys, device).triu(keys - queries - window + 1)
+    with torch.inference_mode(False):  # training after an evaluation in inference mode saves this mask
+        return causal_mask(queries, keys, device).triu(keys - queries - window + 1)

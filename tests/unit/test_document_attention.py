@@ -187,6 +187,22 @@ FAMILIES = {
 }
 
 
+@pytest.mark.parametrize("window", ["", "--sliding-window 3"])
+def test_inference_mode_uses_the_ids_it_gets_and_leaves_training_possible(window: str) -> None:
+    model: Any = GPT2Model(parse(f"{FLAGS} --hidden-dropout 0 --attention-dropout 0 {window}".split()))
+    tokens = torch.arange(13).view(1, 13)  # a length that no other test uses
+    kept_ids = _rows([(1, 4), (2, 9)])
+    with torch.inference_mode():
+        ids = torch.ones_like(kept_ids)
+        model(tokens, None, ids)
+        ids.copy_(kept_ids)
+        found = model(tokens, None, ids), model(tokens, None, kept_ids)
+    expected = model(tokens, None, kept_ids)
+    expected.sum().backward()
+    fresh = model(tokens, None, kept_ids.clone()).detach()
+    torch.testing.assert_close(found, (fresh, fresh))
+
+
 def _learns(flags: str) -> list[Tensor]:
     """Return a list: the losses [2, b, s] of all tokens in two micro-batches, then the gradients of their sum."""
     config = parse(flags.split())
