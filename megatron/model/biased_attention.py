@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron import mpu
-from megatron._torch import softmax_backward
+from megatron._torch import softmax_backward, version_counter
 
 from .pieces import Piece, Pieces
 
@@ -74,7 +74,7 @@ class _BiasedAttention(torch.autograd.Function):
         else:
             mask = scope
         ctx.scale = scale
-        ctx.bias_grad = None  # set by the first backward pass for a second one, see backward()
+        ctx.kept = None  # set by the first backward pass for a second one, see backward()
         ctx.save_for_backward(query, key, value, bias, mask)
         out = torch.empty_like(query)
         for piece in _list_pieces(query, mask, ctx.pieces, by_row=False):
@@ -91,9 +91,12 @@ class _BiasedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         # A pipeline may run the backward pass of inputs and of weights separately. The first call has then already
-        # computed the gradient of the bias, and the second returns it.
-        if ctx.bias_grad is not None and not mpu.needs_grad(ctx, 0):  # input 0 is the query
-            return None, None, None, ctx.bias_grad, None, None
+        # computed the gradient of the bias, and the second returns it. With another `grad`, which is the gradient of
+        # another loss, the second call computes it again.
+        if ctx.kept and not mpu.needs_grad(ctx, 0):  # input 0 is the query
+            kept_grad, kept_version, bias_grad = ctx.kept
+            if grad is kept_grad and version_counter(grad) == kept_version:
+                return None, None, None, bias_grad, None, None
         query, key, value, bias, mask = ctx.saved_tensors
         query_grad = torch.empty_like(query)
         key_grad = torch.empty_like(key)
@@ -126,5 +129,5 @@ class _BiasedAttention(torch.autograd.Function):
         bias_grad = bias_grad.to(bias.dtype)
         if mpu.needs_grad(ctx, 3):  # input 3 is the bias
             return query_grad, key_grad, value_grad, bias_grad, None, None
-        ctx.bias_grad = bias_grad  # for the second call
+        ctx.kept = grad, version_counter(grad), bias_grad  # for the second call
         return query_grad, key_grad, value_grad, None, None, None

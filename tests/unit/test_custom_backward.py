@@ -60,6 +60,17 @@ def test_biased_attention_in_bf16_is_as_near_as_rounding_lets_it_be() -> None:
         torch.testing.assert_close(mine.double(), exact, atol=2e-2, rtol=2e-2)  # tolerates bf16's 8 significant bits
 
 
+def test_two_losses_of_biased_attention_have_their_own_bias_gradients() -> None:
+    inputs = _attention_inputs(torch.float64)
+    bias = inputs[3]
+    found, expected = biased_attention(*inputs, None, 0.7), _plain(*inputs, None)
+    grad = torch.ones_like(found)
+    torch.autograd.grad(found, inputs[0], grad, retain_graph=True)
+    for other in (torch.cos(found.detach()), grad.mul_(3)):
+        ours, theirs = (torch.autograd.grad(out, bias, other, retain_graph=True)[0] for out in (found, expected))
+        torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
+
+
 class _Attends(nn.Module):
     def __init__(self) -> None:
         super().__init__()
