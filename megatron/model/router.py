@@ -34,8 +34,13 @@ class RouterOutput(NamedTuple):
     loss: Tensor
 
 
+def _normalize(scores: Tensor) -> Tensor:
+    """Return scores [s, b, n] divided by their sum. Sigmoids of a token that no expert suits may all be 0 in fp32."""
+    return scores / (scores.sum(-1, keepdim=True) + 1e-20)  # as in DeepSeek-V3
+
+
 class Router(nn.Module):
-    """Linear router. It computes in at least fp32.
+    """Linear router. It computes in at least fp32, also under autocast, which `Mixture` disables for it.
 
     name: name of the mixture in the whole model, for the random stream of --router-jitter.
     tokens: buffer int64 [e], the number of tokens that each expert had in the previous step.
@@ -78,7 +83,7 @@ class Router(nn.Module):
         experts = choice_scores.topk(config.experts_per_token, dim=-1).indices
         weights = scores.gather(-1, experts)
         if config.normalize_expert_weights:
-            weights = weights / weights.sum(-1, keepdim=True)
+            weights = _normalize(weights)
         if not self.training:
             return RouterOutput(experts, weights, logits.new_zeros(1))
         if not self.stream.rng.recomputing:  # the first forward pass has counted these tokens
@@ -110,7 +115,7 @@ class Router(nn.Module):
             shares = shares + (shares.sum() == 0) / len(shares)  # before the first step all are 0: make them 1 / e
             probabilities = scores
             if config.router_score != "softmax":  # sigmoids do not sum to 1
-                probabilities = scores / scores.sum(-1, keepdim=True)
+                probabilities = _normalize(scores)
             factor = config.router_aux_loss * len(shares)
             token_losses = token_losses + factor * (probabilities @ shares.to(scores.dtype))
         if config.router_z_loss:

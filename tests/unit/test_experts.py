@@ -90,6 +90,38 @@ def test_a_mixture_is_a_loop_over_tokens(score: str, normalize: bool, balance: s
         torch.testing.assert_close(loss, 0.01 * 5 * (probabilities / 5).sum().view(1) / 6)
 
 
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a_token_without_a_likely_expert_is_finite(normalize: bool) -> None:
+    """Sigmoids below the range of fp32 are 0; like DeepSeek-V3, the router does not divide 0 by 0."""
+    flags = "" if normalize else "--no-normalize-expert-weights"
+    model = _model("llama", f"--num-experts 4 --experts-per-token 2 --router-score sigmoid {flags}").float()
+    mixture = next(module for module in model.modules() if isinstance(module, Mixture))
+    nn.init.constant_(mixture.router.weight, -2.0)
+    out, _, loss = mixture(torch.full((3, 2, 16), 4.0))  # logits of -128
+    (out.sum() + loss).backward()
+    assert not out.any() and loss.isfinite()
+    assert all(p.grad.isfinite().all() for p in mixture.parameters())
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_under_autocast_experts_run_in_bf16_and_the_router_in_fp32(family: str) -> None:
+    torch.manual_seed(1)
+    model = _model(family, "--num-experts 4 --experts-per-token 2").float()
+    mixture = next(module for module in model.modules() if isinstance(module, Mixture))
+    routed: list[Any] = []
+    mixture.router.register_forward_hook(lambda module, inputs, out: routed.append(list(out)))
+    hidden = torch.randn(12, 2, 16)
+    grads = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled):
+            out, _, _ = mixture(hidden)
+        out.float().square().sum().backward()
+        grads.append(torch.cat([p.grad.flatten() for p in mixture.parameters()]))
+        mixture.zero_grad()
+    torch.testing.assert_close(routed[0], routed[1], rtol=0, atol=0)
+    assert (grads[0] - grads[1]).norm() < 0.02 * grads[0].norm()  # bf16 has 8 significant bits
+
+
 class Operations(TorchDispatchMode):
     """Names of the operations that run in the block."""
 
