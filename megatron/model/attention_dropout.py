@@ -1,6 +1,7 @@
 """Attention with dropout on a CPU, composed of matmuls and softmax, because torch has no such kernel.
 
-The dropout masks are drawn from a named random stream.
+The dropout masks are drawn from a named random stream. On CPUs with 16-bit instructions, scores and probabilities are
+rounded to the dtype of the query, as in Megatron-LM's unfused attention. fp32 would need twice the memory.
 
 Shapes: q queries, k keys, b batch, n heads of this rank, d width of a head.
 """

@@ -38,7 +38,7 @@ from .outcomes import (
     user_value,
 )
 
-_IN_FP32 = NoEffect("attention kernels always accumulate in fp32")
+_IN_FP32 = NoEffect("attention kernels accumulate in fp32; with dropout, a CPU rounds scores as Megatron-LM does")
 _EVENTS = NoEffect("metrics.jsonl and TensorBoard get all metrics every --log-interval iterations")
 _WHOLE_LAYERS = Translated({"checkpoint_activations": True})
 _SELECTIVE = Translated({"checkpoint_attention": True})

@@ -56,7 +56,7 @@ CHINESE = {
     "--checkpoint-activations alone turns recomputation on": "只用 --checkpoint-activations 就会重算",
     "checkpointed inputs are not copied into one buffer": "保存的输入不会复制到一个连续的缓冲区",
     "the flag would only slow the run down": "它只会让运行变慢",
-    "attention kernels always accumulate in fp32": "注意力的内核本来就用 fp32 累加",
+    "attention kernels accumulate in fp32; with dropout, a CPU rounds scores as Megatron-LM does": "注意力的内核本来就用 fp32 累加；带 dropout 时，CPU 像 Megatron-LM 一样舍入注意力分数",
     "a resumed run keeps its checkpoint's schedule unless --override-lr-schedule is given": "没有 --override-lr-schedule 时，续训总是沿用检查点的学习率计划",
     "the memory-mapped files are read on demand": "文件在用到时才读",
     "checkpoints always contain the optimizer state; --no-load-optim ignores it when loading": "检查点总含优化器；读取时用 --no-load-optim 略去",
