@@ -25,6 +25,17 @@ for file in "${files[@]}"; do
 done
 [ "$fresh" = 1 ] && exit 0
 
+# Another setup.sh of this checkout, on another node or in another terminal, may be installing. Wait for it, then look again.
+if command -v flock >/dev/null; then
+    exec 9>.setup.lock
+    if ! flock -n 9; then
+        echo "setup.sh: waiting for another setup.sh of this checkout"
+        flock 9
+        exec 9>&-
+        exec bash scripts/setup.sh "$@"
+    fi
+fi
+
 # shellcheck disable=SC1091
 source scripts/_torch.sh
 
