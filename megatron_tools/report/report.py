@@ -106,7 +106,8 @@ def draw_losses(rows: Sequence[Row], baselines: dict[str, float], path: Path, st
     axes.set_ylabel("nats per token")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(facecolor="white", edgecolor="none", framealpha=0.9)
+    if rows:  # else there is no line
+        axes.legend(facecolor="white", edgecolor="none", framealpha=0.9)
     figure.tight_layout()
     save_figure(figure, path)
 

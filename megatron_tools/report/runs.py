@@ -22,14 +22,16 @@ QUIET_SECONDS = 300.0  # a run of another machine without a new row for this man
 
 
 def read_metrics(run_dir: Path) -> list[Row]:
-    """Return the rows of metrics.jsonl, with nan for a null loss.
+    """Return the rows of metrics.jsonl, with nan for a null loss; [] for a run that has not written its first row.
 
-    Raises ValueError for a missing file and, with file and line, for a malformed row.
+    Raises ValueError for a folder that is no run directory and, with file and line, for a malformed row.
     """
     path = run_dir / "metrics.jsonl"
+    rows: list[Row] = []
     if not path.is_file():
-        raise ValueError(f"{path} does not exist: {run_dir} is not a run directory")
-    rows = []
+        if not (run_dir / "config.json").is_file():
+            raise ValueError(f"{path} does not exist: {run_dir} is not a run directory")
+        return rows
     for line_number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
         try:
             row = parse_row(line)
@@ -169,7 +171,7 @@ def read_run(folder: Path, name: str | None = None) -> RunData:
     rows = read_metrics(folder)
     saved_config = from_file(str(folder / "config.json"))
     config = with_own_tokenizer(saved_config, folder)
-    metrics_time = (folder / "metrics.jsonl").stat().st_mtime
+    metrics_time = (folder / ("metrics.jsonl" if rows else "config.json")).stat().st_mtime
     name = name or folder.resolve().name
     return RunData(name, folder, config, saved_config, rows, metrics_time=metrics_time)
 

@@ -298,6 +298,15 @@ def test_the_page_needs_nothing_and_runs_nothing_that_a_run_says(tmp_path: Path)
     assert "Settings that differ" not in text and "No setting differs" in text
 
 
+def test_a_run_without_a_row_stands_beside_others(tmp_path: Path) -> None:
+    """The first row of a large model may come after minutes."""
+    begun = made(tmp_path / "begun")
+    (begun / "metrics.jsonl").unlink()
+    text = page_of([made(tmp_path / "a"), begun])
+    assert ">begun<" in text and ">a<" in text
+    assert page_of([begun])
+
+
 def test_a_folder_that_holds_no_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"{tmp_path} is not a run directory"):
         page_of([tmp_path])
