@@ -75,26 +75,6 @@ def onednn_pack(weight: Tensor, rows: int) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight, rows)  # type: ignore[no-any-return]
 
 
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor [...] on `device`. Copies from the host are queued, so the host waits for no earlier work."""
-    if device.type == "cpu" or tensor.device.type != "cpu":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
-def in_autocast_dtype(*tensors: Tensor | None) -> Any:
-    """Return the tensors in autocast's dtype, unchanged outside of autocast; None stays None.
-
-    A custom backward pass runs outside of autocast, so all its factors must have the dtype of the forward pass.
-    """
-    given = [tensor for tensor in tensors if tensor is not None]
-    device = given[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return [None if tensor is None else tensor.to(dtype) for tensor in tensors]
-
-
 def emulates_matmul(dtype: torch.dtype) -> bool:
     """Return whether this CPU lacks instructions for matmuls in a 16-bit dtype, so that torch's are slow."""
     checks = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}

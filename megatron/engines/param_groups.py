@@ -13,7 +13,6 @@ from ..config import Config
 from ..config.ds_config import Resolved
 from ..config.param_groups import ParamRule, match_rules
 from ..model.layers import PLACEHOLDER, global_parameters
-from ..model.muon_parameters import embedding_weights, muon_parameters
 from ..optim import GroupKey, group_keys
 from ..ranks.agreement import raise_on_all_ranks
 from ..ranks.objects import gather_objects
@@ -37,7 +36,11 @@ def assign_groups(
     without weights of a group, the stage gets a placeholder, which has no gradient. All ranks must call this.
     lags: by how many steps the step counts of weights, by name, are lower than the optimizer's; see `step_lags`.
     """
-    no_decay = () if config.optim.embedding_weight_decay else embedding_weights(model)
+    no_decay: set[nn.Parameter] = set()
+    if not config.optim.embedding_weight_decay:
+        from ..model.muon_parameters import embedding_weights
+
+        no_decay = embedding_weights(model)
     factors: dict[nn.Parameter, float] = {}
     if config.model.mup_base_hidden_size is not None:
         from ..model.lr_factors import layer_lr_factors
@@ -67,6 +70,8 @@ def _add_placeholders(model: nn.Module, keys: dict[nn.Parameter, GroupKey]) -> N
 
 def muon_settings(model: nn.Module, config: Config, resolved: Resolved) -> dict[str, Any]:
     """Return the arguments of `build_optimizer` that only Muon needs. Raises RunError if it has no matrix."""
+    from ..model.muon_parameters import muon_parameters
+
     matrices = muon_parameters(model)
     # A pipeline stage without transformer layers has no such matrix, so it is enough that some rank has one.
     any_rank_has = any(gather_objects(bool(matrices)))

@@ -145,7 +145,8 @@ class NoPipeEngine:
         with self.timers("backward"):
             if reducer:
                 reducer.arm()  # the backward pass starts to reduce each gradient as soon as it is complete
-            engine.backward(loss * scale.to(loss.dtype))
+            wide_loss = loss.to(torch.promote_types(loss.dtype, torch.float32))  # 16 bits would round the scale
+            engine.backward(wide_loss * scale.to(wide_loss.dtype))
             if reducer:
                 reducer.finish()  # reduce what is left, and wait
         if not last:

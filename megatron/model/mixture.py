@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron import mpu
+from megatron.autocast import present_autocast
 from megatron.config import ModelConfig
 from megatron.fused import Fused
 
@@ -182,7 +183,7 @@ class Mixture(nn.Module):
         In evaluation the loss is zero. text: which tokens the router counts in training, see `Router`.
         """
         # Autocast would round the router's logits. It would also cast the weighted sum, but not its backward pass.
-        no_autocast = torch.autocast(hidden.device.type, enabled=False)
+        no_autocast = present_autocast(hidden.device, off=True)
         with no_autocast:
             experts, weights, loss = self.router(hidden, text)
         x = self._gather_tokens(hidden)  # each rank computes a part of every expert, for all tokens

@@ -6,12 +6,14 @@ such an output, autograd can save a `Recipe`, with which the backward pass recom
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+
+from megatron.autocast import present_autocast
 
 
 class Recipe:
@@ -24,13 +26,11 @@ class Recipe:
         self._function = function
         if isinstance(source, Recipe):
             self._source: Tensor | Recipe = source
-            self._autocast: torch.autocast = source._autocast
+            self._autocast: AbstractContextManager[object] = source._autocast
         else:
             self._source = source.detach()
             # The backward pass recomputes under the torch.autocast of this forward pass.
-            device = source.device.type
-            enabled = torch.is_autocast_enabled(device)
-            self._autocast = torch.autocast(device, torch.get_autocast_dtype(device), enabled)
+            self._autocast = present_autocast(source.device)
         self._uses = self._uses_left = 0
         self._result: Tensor | None = None
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ..autocast import refuse_second_derivatives
 from .current import current_mesh
 from .mesh import Axis
 from .vocab_shards import check_same_tokens, max_over_ranks, reduce_in_place
@@ -206,8 +206,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return loss, z_losses
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        refuse_second_derivatives()
         if ctx.overwritten:
             raise RuntimeError(
                 "this loss was differentiated before, which overwrote its logits with their gradient: compute the loss "

@@ -6,9 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._torch import to_device
 from .current import current_mesh
-from .data_shapes import broadcast_shapes, find_problem
+from .data_shapes import broadcast_shapes, find_problem, to_device
 from .mesh import Axis
 
 

@@ -59,3 +59,10 @@ def broadcast_shapes(
     for num_dims, *sizes in rows:
         shapes.append(torch.Size(sizes[:num_dims]))
     return shapes
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor [...] on `device`. Copies from the host are queued, so the host waits for no earlier work."""
+    if device.type == "cpu" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ..autocast import refuse_second_derivatives
 from .mesh import Axis
 
 
@@ -27,8 +27,8 @@ class _Exchange(torch.autograd.Function):
         return _exchange(x, sends, receives, axis)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        refuse_second_derivatives()
         return _exchange(grad, *ctx.backward_args), None, None, None
 
 

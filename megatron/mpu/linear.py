@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._torch import in_autocast_dtype, onednn_linear, will_run
+from .._torch import onednn_linear, will_run
+from ..autocast import in_autocast_dtype
 from .mesh import Axis, Options
 from .parameters import spec_of
 from .sequence import Pending, start_all_gather, start_all_reduce, start_reduce_scatter

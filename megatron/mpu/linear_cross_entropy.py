@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from .._torch import in_autocast_dtype
+from ..autocast import in_autocast_dtype, refuse_second_derivatives
 from .cross_entropy import compute_losses, logits_gradient
 from .linear import choose_kernels, linear, matmul, needs_grad, start_reduction
 from .mesh import Axis, Options
@@ -171,8 +170,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return losses.sum(), z_sum, losses
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        refuse_second_derivatives()
         # The forward pass has computed both gradients for a loss of factor 1. They are freed once they are used.
         factor = grad / ctx.grad_scale
         pending_grad = None

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ..autocast import refuse_second_derivatives
 from .current import current_mesh
 from .mesh import Axis
 
@@ -59,8 +59,8 @@ class _CollectivePair(torch.autograd.Function):
         return forward(x, axis)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        refuse_second_derivatives()
         return ctx.backward_function(grad, ctx.axis), None, None, None
 
 
@@ -77,8 +77,8 @@ class _SummedInPlace(torch.autograd.Function):
         return x
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        refuse_second_derivatives()
         return grad, None
 
 

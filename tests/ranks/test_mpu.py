@@ -103,10 +103,9 @@ def test_layers_under_autocast_are_torchs(ranks: int) -> None:
 
 def test_second_derivatives_are_refused() -> None:
     logits = draw(3, 5).requires_grad_()
-    loss = mpu.vocab_parallel_cross_entropy(logits, torch.tensor([1, 0, 3])).square().sum()
-    (gradient,) = torch.autograd.grad(loss, logits, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.square().sum().backward()
+    loss = mpu.vocab_parallel_cross_entropy(logits, torch.tensor([1, 0, 3])).sum()
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        torch.autograd.grad(loss, logits, create_graph=True)
 
 
 def _gathered(ranks: int) -> None:
