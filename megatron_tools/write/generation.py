@@ -153,14 +153,12 @@ class GPT2Stepper(_Stepper):
         model: GPT2Model,
         prompt: Prompts,
         positions: int,
-        uses_cache: bool = True,
         stages: "Stages | None" = None,
         bidirectional_prompt: bool = False,
     ) -> None:
         """Prepare to read `prompt`. bidirectional_prompt: as with --objective prefix-lm, not causal attention."""
         self.model = model
         self.positions = positions
-        self.uses_cache = uses_cache
         self.bidirectional_prompt = bidirectional_prompt
         self.prompts = _as_prompt_list(prompt)
         self.stages = stages
@@ -174,29 +172,20 @@ class GPT2Stepper(_Stepper):
     def _logits(self, new: Tensor) -> Tensor:
         """Return the logits [b, v] after the tokens `new`, which `self.tokens` already contains."""
         length = self.tokens.shape[1]
-        visible = self.tokens[:, -self.positions :]
-        if not self.uses_cache:
-            logits: Tensor = self.model(visible, None, self._documents(visible))
-            return logits[:, -1]
+        num_dropped = max(length - self.positions, 0)  # tokens that have left the window
         # The window has moved, so every token has another position and the cache is of no use.
-        if length > self.positions:
+        if num_dropped:
             self.caches = _empty_caches(self.model)
-            new = visible
-            length = new.shape[1]
+            new = self.tokens[:, num_dropped:]
+            length = self.positions
         seen = length - new.shape[1]
         positions = torch.arange(seen, length, device=new.device).expand_as(new)
-        # Only the first call reads the prompt, which may be bidirectional.
-        documents = no_documents(new.device) if seen else self._documents(new)
+        documents = no_documents(new.device)
+        # A call without cached tokens reads the prompt, which may be bidirectional.
+        if self.bidirectional_prompt and not seen:
+            documents = prefix_document_ids(new, len(self.prompts[0]) - num_dropped)
         layer_outputs = self._run_on_stages((new, positions, documents), seen)
         return _last_logits(self.model, layer_outputs)
-
-    def _documents(self, visible: Tensor) -> Tensor:
-        """Return document ids of `visible` [b, s] for `bidirectional_prompt`, else an empty tensor."""
-        # The prompt's tokens that are still in the window: its length minus those that have left.
-        prefix_length = len(self.prompts[0]) - self.tokens.shape[1] + visible.shape[1]
-        if not self.bidirectional_prompt:
-            return no_documents(visible.device)
-        return prefix_document_ids(visible, prefix_length)
 
 
 class ModelStepper(_Stepper):
@@ -236,12 +225,10 @@ class T5Stepper(_Stepper):
         model: T5Model,
         source: Prompts,
         start: int,
-        uses_cache: bool = True,
         stages: "Stages | None" = None,
     ) -> None:
         self.model = model
         self.start = start
-        self.uses_cache = uses_cache
         self.sources = _as_prompt_list(source)
         self.stages = stages
 
@@ -261,9 +248,6 @@ class T5Stepper(_Stepper):
 
     def _logits(self, new: Tensor) -> Tensor:
         """Return the logits [b, v] after the tokens `new`, which `self.tokens` already contains."""
-        if not self.uses_cache:
-            logits: Tensor = self.model(self.encoder_tokens, self.tokens)
-            return logits[:, -1]
         no_docs = no_documents(new.device)
         inputs = (self.encoded, new, no_docs, no_docs)
         seen = self.tokens.shape[1] - new.shape[1]

@@ -41,12 +41,18 @@ PROMPT = [4, 9, 2, 33, 8]
 
 
 def build(kind: str, cached: bool) -> Stepper:
+    """Return a stepper of a small model; without a cache, one that computes all logits of the text anew."""
     if kind in DECODERS:
-        return GPT2Stepper(GPT2Model(parse(DECODERS[kind].split()), parallel_output=False).eval(), PROMPT, 24, cached)
+        decoder = GPT2Model(parse(DECODERS[kind].split()), parallel_output=False).eval()
+        return GPT2Stepper(decoder, PROMPT, 24) if cached else ModelStepper(decoder, PROMPT, 24)
     flags = (
         CPM_FLAGS if kind == "cpm" else f"{T5_FLAGS} --init-method-std 0.2 --activation gated-gelu --no-tie-embeddings"
     )
-    return T5Stepper(T5Model(parse(flags.split()), parallel_output=False).eval(), PROMPT * 3, 1, cached)
+    t5 = T5Model(parse(flags.split()), parallel_output=False).eval()
+    if cached:
+        return T5Stepper(t5, PROMPT * 3, 1)
+    source = torch.tensor([PROMPT * 3])
+    return ModelStepper(lambda tokens: t5(source.expand(len(tokens), -1), tokens), [1], 24)
 
 
 @pytest.mark.parametrize("kind", [*DECODERS, "cpm", "t5"])
