@@ -2,7 +2,6 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -84,11 +83,12 @@ def ideal_spans(about: Mapping[str, Any], spans: Sequence[Span]) -> list[Span]:
 
     Each pass takes the median time of the passes in `spans` that have the same kind, stage and chunk.
     """
-    stages = int(about["stages"])
-    chunks = int(about["chunks"]) if stages > 1 else 1
+    stages = about["stages"]
+    chunks = about["chunks"] if stages > 1 else 1
     micros = 1 + max(span.micro for span in spans)  # a schedule of batch sizes may need fewer than --gas
-    extra_warmup = int(about["extra_warmup"])
-    plan = instructions_of(str(about["schedule"]), stages, micros, chunks, extra_warmup)
+    schedule = about["schedule"]
+    extra_warmup = about["extra_warmup"]
+    plan = instructions_of(schedule, stages, micros, chunks, extra_warmup)
     durations: dict[tuple[str, int, int], list[float]] = {}
     for span in spans:
         key = (span.kind, span.stage, span.chunk)
@@ -99,15 +99,7 @@ def ideal_spans(about: Mapping[str, Any], spans: Sequence[Span]) -> list[Span]:
         key = (PASSES[kind], stage, chunk)
         return statistics.median(durations.get(key, [0.0]))
 
-    ideal = simulate_times(plan, seconds=median_duration)
-    # Shift all passes so that the first one begins at 0.
-    first_begin = min(span.begin for span in ideal)
-    shifted = []
-    for span in ideal:
-        begin = span.begin - first_begin
-        end = span.end - first_begin
-        shifted.append(replace(span, begin=begin, end=end))
-    return shifted
+    return simulate_times(plan, seconds=median_duration)
 
 
 def read_timetable(run_dir: Path) -> Timetable | None:
