@@ -41,8 +41,7 @@ def iterations(ranks: Sequence[RankTrace]) -> list[Iteration]:
         if metadata["replica"] == 0 and metadata["model"] == 0:
             stages[metadata["stage"]] = rank
     # Every rank recorded the number of stages.
-    count = next(iter(stages.values())).metadata["stages"] if stages else 1
-    missing = set(range(count)) - stages.keys()
+    missing = set(range(ranks[0].metadata["stages"])) - stages.keys()
     if missing:
         raise ValueError(
             f"the timeline of stage {min(missing)} is missing: its rank wrote no timeline, or wrote it to another disk"
