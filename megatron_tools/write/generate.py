@@ -28,7 +28,7 @@ from megatron_tools.shapes import config_of_checkpoint
 
 from ..convert.hf_folder import HFModelFolder, is_hf_folder
 from .generation import Stages
-from .prompts import as_json, check_prompt_flags, prompt_encoder, read_prompts, with_answer
+from .prompts import as_json, check_prompt_flags, prompt_encoder, read_prompts
 from .questions import Conversation, Prompt, Question, decode_answer
 from .writer import OnTokens, Writer, write_all
 
@@ -157,7 +157,7 @@ def stream_texts(writer: Writer, args: argparse.Namespace) -> None:
             print(question.text_after, flush=True)
         if isinstance(prompt, Conversation) and args.interactive:
             # The next prompt continues this conversation.
-            earlier_messages = with_answer(prompt, text)
+            earlier_messages = (*prompt.messages, Message("assistant", text))
 
 
 def check_sampling_flags(args: argparse.Namespace) -> None:

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from data_utils.chat_encoder import missing_chatml_tokens
 from data_utils.chat_templates import (
-    Message,
     Template,
     has_unrecorded_date,
     load_template,
@@ -206,8 +205,3 @@ def as_json(prompt: Prompt) -> dict[str, Any]:
     if isinstance(prompt, Conversation):
         return {"messages": [message.as_dict() for message in prompt.messages]}
     return {"prompt": prompt.prefix, "suffix": prompt.suffix} if isinstance(prompt, Infill) else {"prompt": prompt}
-
-
-def with_answer(conversation: Conversation, answer: str) -> tuple[Message, ...]:
-    """Return the conversation with the assistant's answer appended."""
-    return (*conversation.messages, Message("assistant", answer))
