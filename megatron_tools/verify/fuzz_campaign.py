@@ -76,18 +76,13 @@ class Campaign:
         for attempt in range(MAX_ATTEMPTS):
             # The generator depends on seed, draw and attempt only, so a draw can be repeated.
             chosen = draw(random.Random(f"{self.seed} {number} {attempt}"), few=number % 2 == 0)
-            if self._is_accepted(chosen):
+            try:
+                self.fuzzer.settings_of(case_of(chosen))
+            except ConfigError as error:
+                self.refused[_refusal_reason(describe_error(error))] += 1
+            else:
                 return chosen
         raise ValueError(f"--fuzz: draw {number}: all of {MAX_ATTEMPTS} settings are refused: {dict(self.refused)}")
-
-    def _is_accepted(self, chosen: Chosen) -> bool:
-        """Return whether the project accepts the settings; count the reason if it refuses them."""
-        try:
-            self.fuzzer.settings_of(case_of(chosen))
-        except ConfigError as error:
-            self.refused[_refusal_reason(describe_error(error))] += 1
-            return False
-        return True
 
     def _run_case(self, name: str, case: Case, chosen: Chosen | None) -> None:
         """Run a case, count its result, and shrink it if it fails."""
