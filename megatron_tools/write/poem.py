@@ -1,6 +1,7 @@
 """Poems in a form: lines of equal length, as in the texts of scripts/run_poet.sh: a title, and two lines a row."""
 
 import re
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ class PoemStepper:
         self.end_id = tokenizer.eod
         self.token_texts = [tokenizer.decode([token]) for token in range(tokenizer.vocab_size)]
         self.positions: list[int] = []
-        self.allowed_at: dict[int, list[int]] = {}
+        self.allowed_at = cache(self._tokens_fitting_at)  # which tokens fit at a place is computed once
 
     def first(self, batch: int) -> Tensor:
         """Start `batch` poems. Return logits [b, v], -inf for each token that does not fit."""
@@ -70,17 +71,15 @@ class PoemStepper:
         self.model_logits = logits
         fitting = torch.full_like(logits, -torch.inf)
         for row, position in enumerate(self.positions):
-            ids = self._allowed_at(position)
+            ids = self.allowed_at(position)
             fitting[row, ids] = logits[row, ids]
         return fitting
 
-    def _allowed_at(self, position: int) -> list[int]:
+    def _tokens_fitting_at(self, position: int) -> list[int]:
         """Return the tokens that fit at a place of the form."""
-        if position not in self.allowed_at:
-            # Which tokens fit at a place is computed once, and after the form only the end token fits.
-            fitting = [token for token, text in enumerate(self.token_texts) if self._fits(text, position)]
-            self.allowed_at[position] = fitting if position < len(self.form) else [self.end_id]
-        return self.allowed_at[position]
+        if position >= len(self.form):
+            return [self.end_id]
+        return [token for token, text in enumerate(self.token_texts) if self._fits(text, position)]
 
     def _fits(self, text: str, position: int) -> bool:
         form_part = self.form[position : position + len(text)]
