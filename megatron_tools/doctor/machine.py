@@ -29,9 +29,9 @@ def version_key(text: str) -> tuple[int, ...]:
     """Parse a version for comparison: `2.13.0+cpu` -> (2, 13, 0)."""
     numbers = []
     for part in text.split("+")[0].split("."):
-        digits = re.match("[0-9]*", part)
+        digits = re.match("[0-9]+", part)
         # A part such as rc1 begins with no digit and ends the version.
-        if not digits or not digits[0]:
+        if digits is None:
             break
         numbers.append(int(digits[0]))
     return tuple(numbers)
