@@ -130,7 +130,7 @@ def heat_map(values: LayerValues) -> str:
             )
     first = values.iterations[0]
     last = values.iterations[columns[-1]]
-    axis_y = HEIGHT * len(scaled_by_layer) + 14
+    axis_y = tall - 8
     elements.append(f'<text x="{LEFT}" y="{axis_y}" fill="currentColor">{values.axis} {first:,}</text>')
     elements.append(f'<text x="{WIDTH}" y="{axis_y}" fill="currentColor" text-anchor="end">{last:,}</text></svg>')
     return "".join(elements) + _scale_html(values.metric, lowest, lowest + value_range)
