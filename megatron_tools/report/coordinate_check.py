@@ -57,7 +57,7 @@ def config_of_width(width: int, base: Config, grow: str, mup: bool) -> Config:
         "hidden_size": width,
         "ff_hidden_size": m.ff_size * growth,
         "kv_hidden_size": m.head_size,
-        "mup_base_hidden_size": None,
+        "mup_base_hidden_size": m.hidden_size,
         "mup_base_kv_hidden_size": None,
     }
     if m.expert_ff_hidden_size:
@@ -68,12 +68,10 @@ def config_of_width(width: int, base: Config, grow: str, mup: bool) -> Config:
             values["num_key_value_heads"] = m.num_key_value_heads * growth
     else:
         values["kv_hidden_size"] = m.head_size * growth
+        values["mup_base_kv_hidden_size"] = m.head_size
     if not mup:
         # muP is off if its base sizes are None.
-        return with_values(base, values | dict.fromkeys(BASE_SIZES))
-    values["mup_base_hidden_size"] = m.hidden_size
-    if grow == "head-size":
-        values["mup_base_kv_hidden_size"] = m.head_size
+        values |= dict.fromkeys(("mup_base_hidden_size", *BASE_SIZES))
     return with_values(base, values)
 
 
