@@ -104,7 +104,7 @@ class Records:
                 sums_by_rank[model_rank] = (spec, total)
         return {name: _join_shards(list(parts.values())) for name, parts in sums.items()}
 
-    def unequal_weights(self) -> list[str]:
+    def unequal_weights(self) -> set[str]:
         """Return the names of parameters whose copies, on the ranks that use them, differ by a bit after the last step.
 
         Gradients are recorded before any reduction, so only the trained weights show a missing reduction.
@@ -118,10 +118,10 @@ class Records:
                 # `trained` has a fingerprint of the bits of each weight after the last step. Equal copies add one,
                 # others more.
                 fingerprints[name, shard_index].add(rank["trained"][name])
-        unequal = []
+        unequal = set[str]()
         for (name, _), values in fingerprints.items():
-            if len(values) > 1 and name not in unequal:
-                unequal.append(name)
+            if len(values) > 1:
+                unequal.add(name)
         return unequal
 
     def buffers(self) -> Tensors:
