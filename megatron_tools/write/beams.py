@@ -23,8 +23,7 @@ class Beam:
         self.totals = torch.full((num_beams,), -torch.inf)
         self.totals[0] = 0.0
         self.sequences: list[list[int]] = [[] for _ in range(num_beams)]
-        self.finished: list[ScoredTokens] = []
-        self.unfinished: list[ScoredTokens] = []
+        self.results: list[ScoredTokens] = []  # continuations that have ended; after the last step also the others
         self.parents = torch.arange(num_beams)
         self.new_tokens = torch.zeros(num_beams, dtype=torch.int64)
         self.is_over = max_new_tokens < 1
@@ -49,29 +48,28 @@ class Beam:
             sequence = [*self.sequences[parent], token]
             if token in self.end_ids:
                 if rank < self.num_beams:
-                    self.finished.append((total / length, sequence))
+                    self.results.append((total / length, sequence))
             elif len(sequences) < self.num_beams:
                 new_totals.append(total)
                 parents.append(parent)
                 new_tokens.append(token)
                 sequences.append(sequence)
-        self.finished = sorted(self.finished, reverse=True)[: self.num_beams]
+        self.results = sorted(self.results, reverse=True)[: self.num_beams]
         self.totals = torch.tensor(new_totals)
         self.parents = torch.tensor(parents)
         self.new_tokens = torch.tensor(new_tokens)
         self.sequences = sequences
 
         # Even the worst of enough finished texts scores at least as high as the best unfinished one at this length.
-        cannot_improve = len(self.finished) == self.num_beams and self.finished[-1][0] >= new_totals[0] / length
+        cannot_improve = len(self.results) == self.num_beams and self.results[-1][0] >= new_totals[0] / length
         if length == self.max_new_tokens or cannot_improve:
             self.is_over = True
-            self.unfinished = []
             for total, sequence in zip(new_totals, sequences, strict=True):
-                self.unfinished.append((total / length, sequence))
+                self.results.append((total / length, sequence))
             # While searches for other prompts continue, the model still computes this search's rows. They are ignored.
             self.parents = torch.arange(self.num_beams)
             self.new_tokens = torch.zeros_like(self.new_tokens)
 
     def best(self) -> list[ScoredTokens]:
         """Return the best continuations, best first."""
-        return sorted([*self.finished, *self.unfinished], reverse=True)[: self.num_beams]
+        return sorted(self.results, reverse=True)[: self.num_beams]
