@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from megatron.config.fields import problems_where, raise_first_problem
+from megatron.config.fields import ConfigError
 from megatron.packages import pip_install
 from megatron.tokenizer import Tokenizer
 
@@ -120,7 +120,6 @@ def main(args: argparse.Namespace) -> None:
     except ImportError as error:
         raise ValueError(f"tools/demo.py needs the package gradio ({error}): {pip_install('gradio>=6,<7')}") from None
     writer = generate.load_writer(args)
-    raise_first_problem(
-        problems_where((args.poem and writer.config.is_t5, f"--poem needs a GPT-2 or Llama, but {args.load} is a T5"))
-    )
+    if args.poem and writer.config.is_t5:
+        raise ConfigError(f"--poem needs a GPT-2 or Llama, but {args.load} is a T5")
     demo_page.serve(writer, args)
