@@ -28,10 +28,10 @@ from megatron_tools.shapes import config_of_checkpoint
 from ..convert.export_roles import generation_settings
 from ..convert.export_tokenizer import chat_format_of
 from ..convert.hf_folder import HFModelFolder, is_hf_folder
-from .lm_eval import Harness, Subject
+from .lm_eval import Harness
 
 
-def load_subject(args: argparse.Namespace) -> Subject:
+def load_subject(args: argparse.Namespace) -> Harness:
     """Return the model of --load, a run or a Hugging Face folder, built with this project's model classes."""
     folder = Path(args.load)
     if is_hf_folder(folder):
@@ -39,7 +39,7 @@ def load_subject(args: argparse.Namespace) -> Subject:
     return read_newest(args.load, lambda path: _build_subject(args, None, path))
 
 
-def _build_subject(args: argparse.Namespace, hf_folder: HFModelFolder | None, path: Path) -> Subject:
+def _build_subject(args: argparse.Namespace, hf_folder: HFModelFolder | None, path: Path) -> Harness:
     """Return the model of the Hugging Face folder `hf_folder`, or of the checkpoint `path`."""
     if args.ema and hf_folder:
         raise ValueError("--ema needs --load of a run with --ema-decay, not a Hugging Face folder")
@@ -69,7 +69,7 @@ def _build_subject(args: argparse.Namespace, hf_folder: HFModelFolder | None, pa
     window = _context_window(args, default_window, config.positions)
     model.eval().to(device_here)
     pack_weights(model, window)
-    return Subject(model, tokenizer, window, device_here, generation_json["eos_token_id"])
+    return Harness(model, tokenizer, window, device_here, generation_json["eos_token_id"])
 
 
 def _context_window(args: argparse.Namespace, default: int, max_length: int) -> int:
@@ -79,7 +79,7 @@ def _context_window(args: argparse.Namespace, default: int, max_length: int) -> 
     return args.window or default
 
 
-def load_hf_subject(args: argparse.Namespace) -> Subject:
+def load_hf_subject(args: argparse.Namespace) -> Harness:
     """Return the model of the Hugging Face folder --hf, built with transformers."""
     try:
         from transformers import AutoModelForCausalLM
@@ -100,12 +100,12 @@ def load_hf_subject(args: argparse.Namespace) -> Subject:
     # Some models (BLOOM's, Mamba's) have no limit. lm-eval's window for them is 2,048 tokens.
     max_length = getattr(model.config, "max_position_embeddings", args.window or 2048)
     window = _context_window(args, max_length, max_length)
-    return Subject(
+    return Harness(
         lambda tokens: model(tokens).logits, tokenizer, window, device_here, model.generation_config.eos_token_id
     )
 
 
-def measure_perplexity(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
+def measure_perplexity(subject: Harness, args: argparse.Namespace) -> dict[str, Any]:
     """Return metric name -> value: loss, perplexity and bits per byte over all documents in --input.
 
     Each document is scored separately, and its end-of-document token is included.
@@ -137,19 +137,18 @@ def measure_perplexity(subject: Subject, args: argparse.Namespace) -> dict[str, 
     }
 
 
-def measure_cloze(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
+def measure_cloze(subject: Harness, args: argparse.Namespace) -> dict[str, Any]:
     """Return the cloze accuracy: the share of questions whose target is the greedy continuation of the context."""
     requests = read_cloze(args.cloze, subject.tokenizer, subject.max_length)
     num_right = sum(score_one(request, subject.logits_of, subject.device).greedy for request in requests)
     return {"accuracy": num_right / len(requests), "right": num_right, "questions": len(requests)}
 
 
-def run_tasks(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
+def run_tasks(subject: Harness, args: argparse.Namespace) -> dict[str, Any]:
     """Return the numbers that lm-eval computes for the tasks in --tasks, by task and metric."""
-    harness = Harness(**vars(subject))
     folders = [args.task_folder] if args.task_folder else []
     metrics = {}
-    results = evaluate_tasks(harness, args.tasks.split(","), args.limit, folders)
+    results = evaluate_tasks(subject, args.tasks.split(","), args.limit, folders)
     for task, row in results.items():
         for name, value in row.items():
             if isinstance(value, (int, float)):

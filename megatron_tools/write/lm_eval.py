@@ -18,9 +18,10 @@ KNOWN_KEYS = (*LENGTH_KEYS, "until", "do_sample", "temperature", "top_k", "top_p
 
 
 @dataclass
-class Subject:
-    """A model to evaluate. logits_of: tokens [b, s] -> logits [b, s, v]. max_length: context window in tokens.
+class Harness(LogLikelihoods):
+    """A model to evaluate, which one process holds, with the interface that lm-eval requires.
 
+    logits_of: tokens [b, s] -> logits [b, s, v]. max_length: context window in tokens.
     eos_token_id: as in generation_config.json, an id or ids that end a generated text besides the tokenizer's `eod`.
     """
 
@@ -29,10 +30,6 @@ class Subject:
     max_length: int
     device: torch.device
     eos_token_id: Any = None
-
-
-class Harness(Subject, LogLikelihoods):
-    """The model interface that lm-eval requires, for a model that one process holds."""
 
     def score(self, requests: Sequence[Request]) -> list[Scored]:
         """Return the score of each request, by this model."""
