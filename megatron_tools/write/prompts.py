@@ -144,7 +144,7 @@ def _read_line() -> str:
     if is_rank_0():
         print("> ", end="", flush=True, file=sys.stderr)
         message[0] = sys.stdin.readline()
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if dist.is_initialized():
         dist.broadcast_object_list(message)
     return str(message[0])
 
