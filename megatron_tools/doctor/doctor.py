@@ -157,9 +157,7 @@ class Examination:
                 flags += ["--run-dir", str(self.run_dir)]
         if not flags and (saved_config is None or not saved_config.is_file()):
             return
-        self.config, findings = settings.read_settings(
-            flags, str(saved_config) if saved_config else None, self._known_ranks
-        )
+        self.config, findings = settings.read_settings(flags, saved_config, self._known_ranks)
         yield from findings
         if self.config is None:
             return

@@ -30,14 +30,14 @@ class RunSettings(NamedTuple):
     resolved: "Resolved | None" = None
 
 
-def read_settings(flags: Sequence[str], run_config: str | None, ranks: int) -> tuple[Config | None, list[Finding]]:
+def read_settings(flags: Sequence[str], run_config: Path | None, ranks: int) -> tuple[Config | None, list[Finding]]:
     """Return (settings, or None after an error; findings).
 
     Without `flags`, the settings are those saved in the file `run_config`. ranks: 0 if it is unknown, see `parse`.
     """
     try:
         if run_config and not flags:
-            return from_file(run_config), [ok("settings", f"from {run_config}")]
+            return from_file(str(run_config)), [ok("settings", f"from {run_config}")]
         config = parse_any_family(flags, ranks)
     except ConfigError as error:
         return None, [
@@ -50,7 +50,7 @@ def read_settings(flags: Sequence[str], run_config: str | None, ranks: int) -> t
     names_family = flags[0].endswith(".py") or any(word.startswith("--family") for word in flags)
     if not names_family:
         words += " (begin with the training script, or give --family, to select another)"
-    if run_config and Path(run_config).is_file():
+    if run_config and run_config.is_file():
         words += f", from the given flags; {run_config} is used only if no flags are given"
     return config, [ok("settings", words)]
 

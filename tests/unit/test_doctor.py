@@ -388,12 +388,12 @@ def test_the_memory_of_a_schedule_that_only_the_script_knows_is_not_estimated() 
 def test_settings_of_a_run_that_has_begun(tmp_path: Path) -> None:
     config = parse([*MODEL, "--family", "gpt2"])
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
-    read, found = settings.read_settings([], str(tmp_path / "config.json"), 1)
+    read, found = settings.read_settings([], tmp_path / "config.json", 1)
     assert read is not None and read.model.hidden_size == 16 and found[0].state == "ok"
-    written = str(tmp_path / "config.json")
+    written = tmp_path / "config.json"
     read, found = settings.read_settings(MODEL, written, 1)
     assert read is not None and f"from the given flags; {written}" in found[0].words
-    assert "given flags" not in settings.read_settings(MODEL, str(tmp_path / "none.json"), 1)[1][0].words
+    assert "given flags" not in settings.read_settings(MODEL, tmp_path / "none.json", 1)[1][0].words
 
 
 @pytest.mark.parametrize(
