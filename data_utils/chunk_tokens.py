@@ -50,10 +50,12 @@ class _Worker:
     chat: ChatEncoder
 
 
-def start_worker(args: argparse.Namespace) -> None:
-    """Load the tokenizer in a worker process."""
+def start_worker(args: argparse.Namespace, fingerprint: str) -> None:
+    """Load the tokenizer in a worker process. fingerprint: that of the tokenizer which the sidecar will name."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the worker processes already use all cores
     tokenizer = load_tokenizer(args.vocab_file, args.tokenizer_type)
+    if tokenizer.fingerprint != fingerprint:
+        raise ValueError(f"{args.vocab_file} has changed since the start; start again")
     _Worker.args = args
     _Worker.tokenizer = tokenizer
     _Worker.start = np.array(tokenizer.start, dtype=np.int32)

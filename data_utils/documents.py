@@ -46,7 +46,7 @@ class Chunk:
     lines: line numbers of `content` in the file, counted from 1: the number of the first line, or a tuple with the
     number of every line. None: line numbers are found by counting the lines of the file when a message needs one.
     bad: documents found to be unreadable while the file was cut into chunks, as (offset in `content`, error).
-    inode, changed: of the file that was cut into chunks without `content`: its inode, and the time of its last change.
+    changed: time of the last change of the file that was cut into chunks without `content`, in ns.
     """
 
     source: Source
@@ -55,7 +55,6 @@ class Chunk:
     content: bytes | None = None
     lines: int | tuple[int, ...] | None = None
     bad: BadDocuments = ()
-    inode: int = 0
     changed: int = 0
 
     @property
@@ -68,10 +67,8 @@ class Chunk:
         if self.content is not None:
             return self.content
         with open(self.path, "rb") as file:
-            status = os.fstat(file.fileno())
-            # Some network file systems give a file another inode now and then. A longer file is read up to its old end.
-            if status.st_ino != self.inode and status.st_mtime_ns != self.changed:
-                raise InputError(f"{self.path} was replaced by another file while it was read; start again")
+            if os.fstat(file.fileno()).st_mtime_ns != self.changed:
+                raise InputError(f"{self.path} was changed or replaced while it was read; start again")
             file.seek(self.start)
             content = file.read(self.length)
         if len(content) != self.length:
@@ -151,8 +148,7 @@ def _plain_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
     start = 0
     total = os.path.getsize(path)
     with open(path, "rb") as file:
-        status = os.fstat(file.fileno())
-        new_chunk = partial(Chunk, source, inode=status.st_ino, changed=status.st_mtime_ns)
+        new_chunk = partial(Chunk, source, changed=os.fstat(file.fileno()).st_mtime_ns)
         while start < total:
             end = _next_boundary(file, path, start + size, total, largest)
             if end is not None:

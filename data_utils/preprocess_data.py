@@ -75,7 +75,7 @@ def main(args: argparse.Namespace) -> None:
         raise
     try:
         output.save(journal)  # reserve space for the journal before the disk fills up
-        _tokenize_chunks(args, sources, output, journal)
+        _tokenize_chunks(args, tokenizer.fingerprint, sources, output, journal)
         output.finish()
     except KeyboardInterrupt:
         output.save_and_close(journal)
@@ -148,8 +148,10 @@ def _job_description(args: argparse.Namespace, sources: list[Source], tokenizer:
     return job
 
 
-def _tokenize_chunks(args: argparse.Namespace, sources: list[Source], output: "_Output", journal: Journal) -> None:
-    """Tokenize the chunks that the journal does not list as done."""
+def _tokenize_chunks(
+    args: argparse.Namespace, fingerprint: str, sources: list[Source], output: "_Output", journal: Journal
+) -> None:
+    """Tokenize the chunks that the journal does not list as done. fingerprint: that of the tokenizer."""
     num_done = output.counts["chunks"]
     pending = itertools.islice(all_chunks(args, sources), num_done, None)
     progress = Progress[bytes](
@@ -161,7 +163,7 @@ def _tokenize_chunks(args: argparse.Namespace, sources: list[Source], output: "_
     first_tokens = output.counts["tokens"]
     last_saved = time.monotonic()
     with progress:
-        for tokens in ordered_map(tokenize, pending, args.workers, start_worker, (args,), args.ray):
+        for tokens in ordered_map(tokenize, pending, args.workers, start_worker, (args, fingerprint), args.ray):
             if tokens.bad and args.on_error == "stop":
                 raise unreadable_error(tokens.bad[0])
             output.add(tokens)

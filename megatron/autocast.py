@@ -32,6 +32,6 @@ def refuse_second_derivatives() -> None:
     """Raise RuntimeError in a backward pass with create_graph=True, for functions with first derivatives only."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "create_graph=True: losses and collectives of megatron.mpu have no second derivatives; compute the loss with "
+            "create_graph=True: losses and collectives of megatron.mpu have no second derivatives; compute a loss with "
             "torch.nn.functional.cross_entropy (--reference-ops cross-entropy), on one tensor-parallel rank"
         )

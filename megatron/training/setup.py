@@ -1,8 +1,8 @@
 """Setup of a run from its settings: starts the ranks, opens the data, builds the engine, loads the checkpoint."""
 
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from datetime import datetime
 from pathlib import Path
 
 import torch
@@ -95,7 +95,8 @@ def set_up(task: Task, config: Config, resolved: Resolved, own_features: Sequenc
 
 def new_run_dir(task: Task) -> str:
     """Return the directory of a run that gets neither --run-dir nor --save. All ranks must call this."""
-    return f"runs/{task.name}-{broadcast_from_rank_0(time.strftime('%Y%m%d-%H%M%S'))}"
+    # With microseconds, as the runs of a sweep may start in one second.
+    return f"runs/{task.name}-{broadcast_from_rank_0(datetime.now().strftime('%Y%m%d-%H%M%S-%f'))}"
 
 
 def prepare_settings(task: Task, config: Config, default_run_dir: str) -> tuple[Config, Tokenizer, Path]:

@@ -79,16 +79,20 @@ def test_a_worker_that_opens_other_files_than_the_run_says_so(prefix: str) -> No
         pickle.loads(pickled)
 
 
-def test_a_text_that_is_replaced_while_it_is_read_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_text_that_is_replaced_while_it_is_read_is_refused(in_place: bool, tmp_path: Path) -> None:
     """Each worker opens the path again; the ranges of bytes are those of the old file."""
     path = tmp_path / "x.jsonl"
     path.write_text('{"text": "old"}\n' * 100)
     first, second, *_ = chunks(Source(str(path)), 400)
     assert len(list(documents(first))) > 10
-    os.utime(path, ns=(1, 1))  # copied times do not matter
-    other = tmp_path / "new"
-    other.write_text('{"text": "newer"}\n' * 100)
-    other.rename(path)
+    new = '{"text": "newer"}\n' * 100
+    if in_place:
+        path.write_text(new)
+    else:
+        other = tmp_path / "new"
+        other.write_text(new)
+        other.rename(path)
     with pytest.raises(InputError, match=str(path)):
         list(documents(second))
 
