@@ -34,5 +34,8 @@ fi
 [ -n "$NKVHEADS" ] && model+=(--num-key-value-heads "$NKVHEADS")
 [ -n "$SEQ_LENGTH" ] && model+=(--seq-length "$SEQ_LENGTH")
 
-train "$@"
-if [ -n "${PROMPT:-}" ]; then show_results "$PROMPT"; else show_results "春天" "老人" "The river"; fi
+{ # bash reads all of this group before it trains, so this file may be edited meanwhile
+    train "$@"
+    if [ -n "${PROMPT:-}" ]; then show_results "$PROMPT"; else show_results "春天" "老人" "The river"; fi
+    exit
+}

@@ -92,13 +92,16 @@ if [ "$NODE_RANK" = 0 ]; then
 else
     until [ -f "$RUN_DIR/poems/valid_text_document.idx" ]; do sleep 1; done
 fi
-launch "${AT}pretrain_llama.py" "${settings[@]}"
-[ "$NODE_RANK" = 0 ] || exit 0
-echo
-echo "$ME: scoring each poem for validation, from its beginning to its end"
-python "${AT}examples/poet/poet.py" "$RUN_DIR"
-echo
-echo "report       ${AT}.venv/bin/python ${AT}tools/report.py --run-dir $RUN_DIR"
-echo "more poems   ${AT}.venv/bin/python ${AT}examples/poet/poet.py $RUN_DIR --title 春江花月夜 --samples 3"
-echo "on a page    ${AT}.venv/bin/python ${AT}tools/demo.py --load $RUN_DIR --poem"
-echo "             the page needs gradio: ${AT}.venv/bin/python -m pip install 'gradio>=6,<7'"
+{ # bash reads all of this group before it trains, so this file may be edited meanwhile
+    launch "${AT}pretrain_llama.py" "${settings[@]}"
+    [ "$NODE_RANK" = 0 ] || exit 0
+    echo
+    echo "$ME: scoring each poem for validation, from its beginning to its end"
+    python "${AT}examples/poet/poet.py" "$RUN_DIR"
+    echo
+    echo "report       ${AT}.venv/bin/python ${AT}tools/report.py --run-dir $RUN_DIR"
+    echo "more poems   ${AT}.venv/bin/python ${AT}examples/poet/poet.py $RUN_DIR --title 春江花月夜 --samples 3"
+    echo "on a page    ${AT}.venv/bin/python ${AT}tools/demo.py --load $RUN_DIR --poem"
+    echo "             the page needs gradio: ${AT}.venv/bin/python -m pip install 'gradio>=6,<7'"
+    exit
+}

@@ -32,11 +32,14 @@ fi
 [ -n "$NHEADS" ] && model+=(--num-attention-heads "$NHEADS")
 [ -n "$ENC_SEQ_LENGTH" ] && model+=(--enc-seq-length "$ENC_SEQ_LENGTH")
 
-train "$@"
-# A span may begin with any of thousands of tokens, but only one token ends a span. At a lower temperature, a barely
-# trained model would therefore end most spans at once. --top-lift 5 prints the five tokens whose probability at the
-# start of a span most exceeds their frequency in the training text.
-SAMPLING=${SAMPLING:---temperature 1 --top-p 0.8 --top-lift 5}
-prompts=("春天来了，${sentinel}都开了。" "他说：\"你去哪里${sentinel}\"" "The river runs ${sentinel} the sea.")
-if [ -n "${PROMPT:-}" ]; then prompts=("$PROMPT"); fi
-show_results "${prompts[@]}"
+{ # bash reads all of this group before it trains, so this file may be edited meanwhile
+    train "$@"
+    # A span may begin with any of thousands of tokens, but only one token ends a span. At a lower temperature, a barely
+    # trained model would therefore end most spans at once. --top-lift 5 prints the five tokens whose probability at the
+    # start of a span most exceeds their frequency in the training text.
+    SAMPLING=${SAMPLING:---temperature 1 --top-p 0.8 --top-lift 5}
+    prompts=("春天来了，${sentinel}都开了。" "他说：\"你去哪里${sentinel}\"" "The river runs ${sentinel} the sea.")
+    if [ -n "${PROMPT:-}" ]; then prompts=("$PROMPT"); fi
+    show_results "${prompts[@]}"
+    exit
+}

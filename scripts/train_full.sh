@@ -8,5 +8,8 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 KIND=full
 source "$ROOT/scripts/_sized.sh"
 TRAIN_ITERS=${train_iters:-500000}
-train "${more[@]}"
-print_report
+{ # bash reads all of this group before it trains, so this file may be edited meanwhile
+    train "${more[@]}"
+    print_report
+    exit
+}
