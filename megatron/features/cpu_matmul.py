@@ -41,7 +41,7 @@ MAX_ROUNDS = 15  # rounds after which a measurement is no longer repeated
 CLEAR_SPEEDUP = 4.0  # a speedup that one round suffices for
 UNCACHED_ELEMENTS = 2**25  # elements of fp32 weights that do not fit into the caches of a CPU
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-PACKED = "fp32 with packed weights"  # stands for a precision in the cache
+PACKED = "fp32 with packed weights"  # is the precision in keys of the cache
 
 Shape = tuple[int, int, int]  # rows of the input, and the weight's output and input features
 Ratios = list[list[float]]  # for output, input gradient and weight gradient: speedups of the second kernel
@@ -98,7 +98,7 @@ class CpuMatmul(Feature):
 def pack_weights(model: nn.Module, rows: int) -> None:
     """Pack weights of an fp32 model that is not trained, where this makes matmuls of `rows` tokens faster.
 
-    A packed weight takes the place of the weight, but for an embedding, which remains for look-ups. All ranks must
+    A packed weight takes the place of the weight, except for an embedding, which look-ups still read. All ranks must
     call this.
     """
     if not has_choice(next(model.parameters()).device, "fp32"):
@@ -219,7 +219,7 @@ def compare_kernels(shape: Shape, precision: str) -> Ratios:
 def _packed_speedups(rows: int, o: int, i: int) -> list[float]:
     """Return the speedups of packed fp32 weights [o, i] over torch's own kernel."""
     inputs = torch.ones(rows, i)
-    # With few rows, the time is that of reading the weights from memory, so more are measured than caches can hold.
+    # With few rows, most of the time is spent reading weights from memory. So this measures more than caches can hold.
     elements = min(UNCACHED_ELEMENTS, MAX_MULTIPLY_ADDS // rows)
     weights = torch.ones(max(elements // (o * i), 1), o, i)
     packed_weights = [onednn_pack(weight, rows) for weight in weights]

@@ -16,7 +16,7 @@ from ..training.run_state import Run
 from .corpus_losses import configured_corpora
 
 CORPUS_KEY = "corpus"  # key of the number of a sample's corpus, see `NumberedCorpus`
-MAX_SAMPLES = 1_000  # of up to this many samples, all are counted
+MAX_SAMPLES = 1_000  # All of up to this many samples are counted.
 # If there are more samples, counting ends after this many targets.
 MAX_TARGETS = 200_000
 MAX_TARGETS_OF_CORPUS = 20_000  # if a corpus is counted alone

@@ -43,7 +43,7 @@ def _losses_on_one_rank(logits: Tensor, target: Tensor, dtype: torch.dtype) -> t
         # The loss is log Z minus the target's logit.
         target_logits = logits[chunk].gather(-1, target_ids).squeeze(-1)
         log_z[chunk] = target_logits.to(dtype) + loss[chunk]
-    # Tokens whose target is masked or nearly so. Row 0 stands in for targets outside the vocabulary.
+    # The sum loses log Z if the target's logit is very low. Targets outside the vocabulary have the logit of row 0.
     unlikely = (loss > MAX_LOSS).nonzero().squeeze(-1)
     log_z[unlikely] = logits[unlikely].to(dtype).logsumexp(-1)
     return loss, log_z

@@ -95,7 +95,7 @@ def set_up(task: Task, config: Config, resolved: Resolved, own_features: Sequenc
 
 def new_run_dir(task: Task) -> str:
     """Return the directory of a run that gets neither --run-dir nor --save. All ranks must call this."""
-    # With microseconds, as the runs of a sweep may start in one second.
+    # The name has microseconds, because runs of a sweep may start in one second.
     return f"runs/{task.name}-{broadcast_from_rank_0(datetime.now().strftime('%Y%m%d-%H%M%S-%f'))}"
 
 
