@@ -140,7 +140,8 @@ def _job_description(args: argparse.Namespace, sources: list[Source], tokenizer:
         "tokenizer": tokenizer.fingerprint,
         "chunk": CHUNK_BYTES,
         "settings": settings,
-        "draw": "blake2b",  # How documents of FILE@0.5 are drawn. Jobs of earlier versions, which drew otherwise, must start again.
+        # How documents of FILE@0.5 are drawn. Jobs of earlier versions, which drew otherwise, must start again.
+        "draw": "blake2b",
     }
     # A chunk contains only the columns that are read, so the choice of columns determines where chunks end.
     if any(columns.values()):

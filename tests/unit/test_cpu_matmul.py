@@ -139,7 +139,8 @@ def test_each_weight_gets_its_own_choice(found: list[Any]) -> None:
 
 @needs_onednn
 def test_packed_weights_give_the_numbers_of_the_model(found: list[Any]) -> None:
-    found += [[FAST, [0.0], [0.0]], [FAST, [0.0], [0.0]], [SLOW, [0.0], [0.0]]]  # The speedups are those of down, table and up.
+    # The speedups are those of down, table and up.
+    found += [[FAST, [0.0], [0.0]], [FAST, [0.0], [0.0]], [SLOW, [0.0], [0.0]]]
     model = _model().to_empty(device="cpu")
     table, up, down, _ = model
     for weight in model.parameters():
