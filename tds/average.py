@@ -16,8 +16,7 @@ class WeightAverage:
 
     It begins with the weights before the first step. A skipped step does not change it. The average is a tensor in the
     optimizer's state, beside the moments, so ZeRO shards it and checkpoints store it. Weights that never had a gradient
-    have no average, as it would equal them. Create a WeightAverage before a SpikeGuard, whose hook restores the
-    gradients of a skipped step.
+    have no average, as it would equal them.
 
     A weight that is frozen after a resume has no optimizer state. `of_frozen` has its average from the checkpoint, on
     the CPU of one rank and None on others. As the weight is constant, its average follows from the number of steps.
@@ -47,8 +46,6 @@ class WeightAverage:
         """Move the averages towards the new weights."""
         weights = weights_of(inner)
         stepped = [weight for weight in weights if weight.grad is not None]
-        if not stepped:
-            return  # the step was skipped: the host has dropped all gradients
         skipped = getattr(inner, "found_inf", None)  # a scalar on the device, 1 if the device skips the step
         # Without groups, a weight without a gradient keeps its value in this step, and its average still moves towards
         # this value. In groups, the other weights are stepped by other calls.

@@ -26,7 +26,7 @@ from .module_changes import KnownModel
 from .neighbours import Neighbours
 from .observers import Observers
 from .optimizer_state import drop_skipped_gradients
-from .optimizers import drop_gradients, refuse_closures
+from .optimizers import refuse_closures, skip_step
 from .param_replicas import replica_squared_norm
 from .patches import is_reduction_replaced
 from .pipe import tied_weights
@@ -251,8 +251,8 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
     def clip_fp32_gradients(self) -> None:
         """Clip the gradients by the norm over all stages; DeepSpeed's method counts only the first stage's gradients.
 
-        If the norm is not finite, or the spike guard rejects the step, the gradients are dropped, so the optimizer
-        changes no weights, moments or step counts. All ranks have the same norm, so all of them skip the step. A
+        If the norm is not finite, or the spike guard rejects the step, the optimizer is not called, so it changes no
+        weights, moments or step counts. All ranks have the same norm, so all of them skip the step. A
         `torch.amp.GradScaler` skips such steps itself.
         """
         norm_on_device = self._global_norm()
@@ -265,7 +265,7 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
             norm = self.spike_guard.inf_if_spike(norm)
         self.optimizer.overflow = not math.isfinite(norm)  # DeepSpeed counts this as a skipped step
         if self.optimizer.overflow:
-            drop_gradients(self.optimizer)
+            skip_step(self.optimizer)
 
     # DeepSpeed's `_exec_optimizer_step`, at the end of a schedule, calls in this order: this method, the one of
     # `base_engine.Engine`, and DeepSpeed's, which clips by `clip_fp32_gradients` above and steps the optimizer.

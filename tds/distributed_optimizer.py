@@ -284,11 +284,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         group_size = len(forward_order)
         if steps_separately(self.optimizer):  # any other optimizer counts one step in each call
             group_size = -(-len(forward_order) // MAX_GROUPS)  # rounded up
+        step = self.optimizer.step  # a no-op if `clip_in_step` skips the step
         for start in range(0, len(forward_order), max(group_size, 1)):
             group = forward_order[start : start + group_size]
             for bucket in group:
                 bucket.share.grad = grads[bucket]
-            self.optimizer.step()
+            step()
             for bucket in group:
                 bucket.gather()  # runs while the next group is stepped
                 bucket.share.grad = None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ._deepspeed import DeepSpeedEngine, on_cpu
-from .clip import clip, weights_of
+from .clip import clip
 
 ADAMS = ("adam", "adamw", "muon")  # Muon contains an Adam for parameters that are not matrices
 NOT_ON_CPUS = ("lamb", "lion", "onebitadam", "onebitlamb", "zerooneadam")
@@ -102,26 +102,30 @@ def skip_unless_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
     """Make the next `optimizer.step()` a no-op, moments and step counts included, if `norm`, a scalar, is not finite.
 
     torch's fused Adam reads a flag on the device. For any other optimizer, the host reads the norm, which
-    synchronizes with the device in every step, and drops the gradients if the norm is not finite. These other
-    optimizers include apex's Adam and torch's fused SGD. The kernel of fused SGD would leave the momentum uninitialised
-    if it skipped the first step.
+    synchronizes with the device in every step. These other optimizers include apex's Adam and torch's fused SGD. The
+    kernel of fused SGD would leave the momentum uninitialised if it skipped the first step.
     """
     if is_fused(optimizer) and not isinstance(optimizer, torch.optim.SGD):
         optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
     elif not norm.isfinite():
-        drop_gradients(optimizer)
+        skip_step(optimizer)
 
 
-def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Drop all gradients, so that the next `optimizer.step()` is a no-op, step counts included."""
-    for parameter in weights_of(optimizer):
-        parameter.grad = None
-    if steps_separately(optimizer):
-        return
-    inner = adam_of(optimizer)
-    for group in inner.param_groups:
-        if "step" in group or type(inner).__module__.startswith("apex."):  # counts a step even without gradients
-            group["step"] = group.get("step", 0) - 1
+def skip_step(optimizer: torch.optim.Optimizer) -> None:
+    """Make the next `optimizer.step()` a no-op, which runs no hooks either.
+
+    Dropping the gradients would not suffice: apex's Adam counts a step without gradients, and DeepSpeed's Muon steps
+    the weights.
+    """
+    attributes = vars(optimizer)
+    own_step = attributes.get("step")  # replaces the method of the class, for example by a torch LRScheduler
+
+    def skip(*_: Any, **__: Any) -> None:
+        attributes.pop("step", None)
+        if own_step is not None:
+            attributes["step"] = own_step
+
+    attributes["step"] = skip
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:

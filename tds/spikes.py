@@ -3,15 +3,15 @@
 import math
 from collections import deque
 from collections.abc import Sequence
+from functools import wraps
+from types import MethodType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ._deepspeed import DeepSpeedOptimizer
-from .clip import weights_of
 from .groups import max_with_nan
-from .optimizers import skip_unless_finite
 
 Number = TypeVar("Number", Tensor, float)
 
@@ -43,7 +43,8 @@ class SpikeGuard:
     steps in this way.
 
     An engine calls `begin` and then `inf_if_spike` in each step. DeepSpeed's optimizers compute the gradient norm
-    inside their own `step`, so a hook on the wrapped optimizer calls `inf_if_spike` for them. All ranks decide alike.
+    inside their own `step`, so the `step` of the wrapped optimizer calls `inf_if_spike` for them, and does nothing in a
+    skipped step. All ranks decide alike.
 
     recent: (loss, gradient norm) of these steps; fill it when a run resumes.
     spike: what was wrong with the last step; None if it was not skipped by this guard.
@@ -57,11 +58,8 @@ class SpikeGuard:
         self._min_steps = max(window // 2, 2)
         self.norm = 0.0
         self.begin(torch.zeros(()))
-        self._saved_grads: list[tuple[Tensor, Tensor | None]] = []
         if isinstance(engine.optimizer, DeepSpeedOptimizer):
-            inner: torch.optim.Optimizer = engine.optimizer.optimizer
-            inner.register_step_pre_hook(self._before_step)
-            inner.register_step_post_hook(self._after_step)
+            self._guard_step(engine.optimizer.optimizer)
         engine.spike_guard = self
 
     def begin(self, loss: Tensor) -> None:
@@ -104,21 +102,19 @@ class SpikeGuard:
             return None
         return Deviation(name, value, mean, deviation, steps)
 
-    def _before_step(self, inner: torch.optim.Optimizer, *_: Any) -> None:
-        """Make the step of DeepSpeed's optimizer a no-op if it must be skipped.
+    def _guard_step(self, inner: torch.optim.Optimizer) -> None:
+        """Make `inner.step()` a no-op, which runs no hooks either, in each step that must be skipped.
 
         DeepSpeed may step its groups separately. Then only the first call in a step looks for a spike.
         """
-        norm = torch.as_tensor(self._engine.optimizer._global_grad_norm, dtype=torch.float64)
-        if not self._is_norm_checked:
-            norm = self.inf_if_spike(norm)
-        elif self.spike:
-            norm = torch.full_like(norm, math.inf)
-        if self.spike:  # a skip may drop the gradients, which `_after_step` restores
-            self._saved_grads = [(p, p.grad) for p in weights_of(inner)]
-        skip_unless_finite(inner, norm)
+        step = inner.step
 
-    def _after_step(self, *_: Any) -> None:
-        for parameter, grad in self._saved_grads:  # with offloading, DeepSpeed uses the memory of these gradients again
-            parameter.grad = grad
-        self._saved_grads = []
+        @wraps(step)
+        def guarded_step(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if not self._is_norm_checked:
+                self.inf_if_spike(self._engine.optimizer._global_grad_norm)
+            if self.spike is None and math.isfinite(self.norm):
+                return step(*args, **kwargs)
+            return None
+
+        inner.step = MethodType(guarded_step, inner)  # type: ignore[method-assign]

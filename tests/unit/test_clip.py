@@ -1,9 +1,13 @@
 """The gradient norm of a full or sharded weight equals the norm in fp64; clipping scales gradients of every dtype."""
 
 from collections.abc import Callable
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from deepspeed.ops.adam import fused_adam
 from torch import Tensor, nn
 
 from tds.clip import clip_by_norm, local_squared_norm
@@ -65,26 +69,54 @@ def test_clipping_scales_every_dtype_alike(first: torch.dtype) -> None:
         torch.testing.assert_close(parameter.grad.double(), gradient.double() * factor, rtol=rel, atol=1e-7)
 
 
+def multi_tensor_adam(
+    _: int, __: Any, lists: list[list[Tensor]], lr: float, beta1: float, beta2: float, eps: float, step: int,
+    adam_w_mode: int, bias_correction: int, weight_decay: float,
+) -> None:  # fmt: skip
+    """Step AdamW as DeepSpeed's CUDA kernel of this name does."""
+    for grad, weight, exp_avg, exp_avg_sq in zip(*lists, strict=True):
+        exp_avg.lerp_(grad, 1 - beta1)
+        exp_avg_sq.lerp_(grad.square(), 1 - beta2)
+        root = (exp_avg_sq / (1 - beta2**step)).sqrt()
+        weight.sub_(lr * (exp_avg / (1 - beta1**step) / (root + eps) + weight_decay * weight))
+
+
+def deepspeeds_muon(weights: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return DeepSpeed's Muon for weights that are vectors, so it steps them by AdamW."""
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    group = {"params": weights, "use_muon": False, "lr": 0.1, "eps": 1.0, "betas": (0.9, 0.999), "weight_decay": 0.01}
+    return MuonWithAuxAdam([group])  # type: ignore[no-any-return]
+
+
 STEPPERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "adam": lambda weights: torch.optim.AdamW(weights, lr=0.1, eps=1.0),  # a large eps makes updates depend on clipping
     "fused adam": lambda weights: torch.optim.AdamW(weights, lr=0.1, eps=1.0, fused=True),
     "sgd": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
     "fused sgd": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9, fused=True),
+    "DeepSpeed's adam": lambda weights: fused_adam.FusedAdam(weights, lr=0.1, eps=1.0, weight_decay=0.01),
+    "DeepSpeed's muon, which contains adam": deepspeeds_muon,
 }
 
 
-@pytest.mark.parametrize("name", STEPPERS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_steps_with_clipping_are_those_of_torch(name: str, dtype: torch.dtype) -> None:
+STEPS = [*product(STEPPERS, (torch.float32, torch.float64))]
+STEPS.remove(("DeepSpeed's adam", torch.float64))  # its kernel has no fp64
+
+
+@pytest.mark.parametrize(("name", "dtype"), STEPS)
+def test_steps_with_clipping_are_those_of_torch(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three steps, of which one is clipped, one is too short to be clipped, and one has no limit.
 
-    Before the last step, a step with a gradient that is not finite changes nothing.
+    At the beginning and before the last step, steps with a gradient that is not finite change nothing.
     """
+    kernels = SimpleNamespace(multi_tensor_adam=multi_tensor_adam)
+    monkeypatch.setattr(fused_adam.FusedAdamBuilder, "load", lambda _: kernels)
     torch.manual_seed(3)
     start = torch.randn(70_000, dtype=dtype)
     ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
-    our_steps, their_steps = STEPPERS[name]([ours]), STEPPERS[name.removeprefix("fused ")]([theirs])
-    for scale, limit in ((1.0, 0.5), (1e-4, 0.5), (float("nan"), 0.5), (1.0, 0.0)):
+    our_steps, their_steps = STEPPERS[name]([ours]), STEPPERS[name.split()[-1]]([theirs])
+    nan = float("nan")
+    for scale, limit in ((nan, 0.5), (nan, 0.5), (1.0, 0.5), (1e-4, 0.5), (nan, 0.5), (1.0, 0.0)):
         gradient = torch.randn_like(start) * scale
         ours.grad = gradient.clone()
         clip_in_step(our_steps, [ours.grad], torch.linalg.vector_norm(gradient), limit)

@@ -17,7 +17,10 @@ from megatron.config.fields import ConfigError
 from megatron.engines.engine import StepResult
 from megatron.features.spike_guard import Guard
 from megatron.training.health import Health, SampleRange
+from tds._deepspeed import DeepSpeedOptimizer
 from tds.spikes import Deviation, SpikeGuard
+
+from .test_clip import deepspeeds_muon
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +73,24 @@ def test_decisions_are_those_of_plain_statistics() -> None:
     assert {20, 21, 40} <= set(skipped)
     assert 3 not in skipped, "there are too few steps to compare with"
     assert torch.tensor(list(guard.recent)).allclose(torch.tensor(list(window)))
+
+
+def test_a_skipped_step_does_not_call_the_optimizer_that_deepspeed_wraps() -> None:
+    """DeepSpeed's Muon would step weights without gradients, too."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer: Any = DeepSpeedOptimizer()
+    optimizer.optimizer = deepspeeds_muon([weight])
+    engine: Any = SimpleNamespace(optimizer=optimizer)
+    guard = SpikeGuard(engine, 4.0, 4)
+    is_applied = []
+    for norm in (1.0, 1.1, 9.0, math.nan, 1.0):
+        before = weight.detach().clone()
+        weight.grad = torch.ones(2)
+        optimizer._global_grad_norm = norm
+        guard.begin(torch.tensor(1.0))
+        optimizer.optimizer.step()
+        is_applied.append(not torch.equal(weight, before))
+    assert is_applied == [True, True, False, False, True]
 
 
 def _feature(guard: SpikeGuard) -> Guard:
