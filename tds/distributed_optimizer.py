@@ -136,6 +136,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             # All weights of a bucket are in one parameter group, so its first weight shows the group.
             stepped = set(param_group["params"])
             param_group["params"] = [bucket.share for bucket in self.buckets if bucket.parameters[0] in stepped]
+        if isinstance(self.optimizer, torch.optim.Adagrad):  # its constructor creates the states, here of the shares
+            sharded = torch.optim.Adagrad(self.param_groups, **self.defaults)
+            self.state.clear()
+            self.state.update(sharded.state)
 
     def _accept_matmuls(self, bucket: Bucket) -> None:
         """Let megatron.mpu's layers, whose weights have a `spec`, accumulate weight gradients into the bucket."""
@@ -168,7 +172,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         stepped = set(weights_of(self))
         outside = stepped.difference(module.parameters())
         problem = None
-        if self.state:
+        if any(state.get("step", 1) for state in self.state.values()):  # Adagrad's constructor creates states of step 0
             problem = "already has states of unsharded weights: wrap it before its first step"
         elif any(hasattr(p, "_hp_mapping") for p in stepped):
             problem = "is given weights that are already sharded over replicas: build the model again"

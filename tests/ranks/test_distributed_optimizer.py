@@ -24,6 +24,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "foreach": lambda groups: torch.optim.AdamW(groups, **SETTINGS),
     "sgd": lambda groups: torch.optim.SGD(groups, momentum=0.9, **SETTINGS),
     "fused sgd": lambda groups: torch.optim.SGD(groups, momentum=0.9, fused=True, **SETTINGS),
+    "adagrad": lambda groups: torch.optim.Adagrad(groups, initial_accumulator_value=0.1, **SETTINGS),
 }
 
 
