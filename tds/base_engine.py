@@ -48,6 +48,7 @@ class Engine(ExtendedEngine):
     other optimizer, a weight that no replica used has no gradient after the reduction, so weight decay skips it.
     """
 
+    basic_optimizer: Any  # the optimizer without DeepSpeed's wrapper
     optimizer: Any
     spike_guard: SpikeGuard | None = None  # set by a SpikeGuard
     weight_average: WeightAverage | None = None  # set by a WeightAverage
@@ -115,6 +116,7 @@ class Engine(ExtendedEngine):
                 refuse_sparse(self.module, client_optimizer)
             with naming_keys(self):
                 super()._configure_optimizer(client_optimizer, model_parameters)
+            refuse_closures(self.basic_optimizer)  # the ds_config may name such an optimizer, too
             return
         refuse_unsupported(self, client_optimizer)
         self.basic_optimizer = client_optimizer.optimizer

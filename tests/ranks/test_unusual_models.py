@@ -753,6 +753,9 @@ def _closures() -> None:
         for given in (optimizer, lambda _, built=optimizer: built):
             with pytest.raises(ValueError, match="LBFGS.*closure"):
                 tds.initialize(model=model, optimizer=given, config=settings)
+        named = settings | {"optimizer": {"type": "LBFGS", "params": {"lr": 0.1}}}
+        with pytest.raises(ValueError, match="LBFGS.*closure"):
+            tds.initialize(model=model, model_parameters=model.parameters(), config=named)
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
