@@ -184,7 +184,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 def show(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> None:
     per_step = args.batch * (args.seq + args.dec_seq if args.model == "t5" else args.seq)
-    bases = ["ours"] if args.no_compile else ["ours", "ours, --compile"]
+    bases = [name for name in ("ours", "ours, --compile") if name in found]
     head = ["contender", "tokens/s, median (lowest to highest)", *(f"{base} / it, by round" for base in bases)]
     head += ["peak MB", "peak, ours / its", "build + first step, s"]
     print(f"| {' | '.join(head)} |\n|{' --- |' * len(head)}")

@@ -318,15 +318,15 @@ def flat_groups(optimizer: Any) -> list[tuple[Sequence[torch.Tensor], torch.Tens
     return []
 
 
-def link_shares(bucket: Any, number: int) -> None:
-    """Make fp32 weights and gradients of bucket `number` visible to `deepspeed.utils.safe_get_full_fp32_param` etc."""
+def link_shares(bucket: Any) -> None:
+    """Make fp32 weights and gradients of a `Bucket` visible to `deepspeed.utils.safe_get_full_fp32_param` etc."""
     utils.link_hp_params(
-        lp_param_list=bucket.weights_and_gaps(),  # DeepSpeed derives each weight's position from the sizes before it
+        lp_param_list=bucket.slots,  # DeepSpeed derives each weight's position from the sizes before it
         flat_hp_partition=bucket.share,
-        gradient_dict={number: bucket.owned_grads()},
+        gradient_dict=bucket.readable_grads,
         offload_gradient_dict=None,
         use_offload=False,
-        param_group_index=number,
+        param_group_index=0,
         partition_start=bucket.begin,
         partition_size=bucket.end - bucket.begin,
         dp_group=bucket.group,

@@ -32,23 +32,26 @@ class Bucket:
     def __init__(self, parameters: Sequence[nn.Parameter], group: Any, work: Work | None) -> None:
         self.group = group
         self.replicas = dist.get_world_size(group)
-        self.parameters, offsets, share = place_weights(parameters, self.replicas, work)  # in the order of memory
+        self.slots, share = place_weights(parameters, self.replicas, work)  # weights and placeholders
+        self.parameters = [p for p in self.slots if not p.is_meta]
         first = self.parameters[0]
         self.begin = dist.get_rank(group) * share
         self.end = self.begin + share
         sum_dtype = torch.promote_types(first.dtype, torch.float32)
         self.weights = torch.zeros(share * self.replicas, dtype=first.dtype, device=first.device)
-        self.grads = torch.zeros(share * self.replicas, dtype=sum_dtype, device=first.device)
-        self._grad_of: dict[nn.Parameter, Tensor] = {}
+        self.grads = torch.empty(share * self.replicas, dtype=sum_dtype, device=first.device)
+        self._grad_of: dict[nn.Parameter, Tensor] = {}  # views of `grads`, of placeholders too
         self.view_of: dict[nn.Parameter, Tensor] = {}  # views of `weights`, in the shapes of the parameters
-        self._offset_of = dict(zip(self.parameters, offsets, strict=True))
-        for parameter, at in self._offset_of.items():
-            end = at + parameter.numel()
-            view = self.weights[at:end].view_as(parameter)
-            view.copy_(parameter.detach())
-            parameter.data = view
-            self.view_of[parameter] = view
-            self._grad_of[parameter] = self.grads[at:end].view_as(parameter)
+        at = 0
+        for slot in self.slots:
+            end = at + slot.numel()
+            self._grad_of[slot] = self.grads[at:end].view_as(slot)
+            if not slot.is_meta:
+                view = self.weights[at:end].view_as(slot)
+                view.copy_(slot.detach())
+                slot.data = view
+                self.view_of[slot] = view
+            at = end
         self.own_weights = self.weights[self.begin : self.end]
         self.has_master_copy = sum_dtype is not first.dtype
         # The optimizer steps this replica's share, in fp32 or wider. `to` copies half-precision weights; otherwise it
@@ -59,6 +62,9 @@ class Bucket:
             # The weights in this replica's share, each with the begin of its elements in the share.
             self.share.pieces = [(p, begin) for p, begin, _ in self._owned_slices()]  # type: ignore[attr-defined]
         self._arrived: set[nn.Parameter] = set()  # parameters that have received a gradient in this step
+        # {0: this replica's slices of gradients} while a step has gradients. DeepSpeed's utilities read it.
+        self.readable_grads: dict[int, list[Tensor]] = {}
+        self._free_grads()
         self.pending_work: dist.Work | None = None
 
     def _owned_slices(self) -> Iterator[tuple[nn.Parameter, int, int]]:
@@ -71,21 +77,10 @@ class Bucket:
     def slice_of(self, parameter: nn.Parameter) -> tuple[int, int]:
         """Return the range (begin, end) of `parameter` in this replica's share; empty if other replicas own it."""
         # For example, a weight of elements 150 to 260 in a share of elements 100 to 200 has the range (50, 100).
-        at = self._offset_of[parameter]
+        at = int(self.view_of[parameter].storage_offset())
         begin = max(at, self.begin)
         end = min(at + parameter.numel(), self.end)
         return begin - self.begin, max(end, begin) - self.begin
-
-    def weights_and_gaps(self) -> list[nn.Parameter]:
-        """Return the weights in the order of memory, with a placeholder on the meta device for each gap."""
-        weights = list[nn.Parameter]()
-        at = 0
-        for parameter in self.parameters:
-            if gap := self._offset_of[parameter] - at:
-                weights.append(nn.Parameter(torch.empty(gap, device="meta")))
-            weights.append(parameter)
-            at += gap + parameter.numel()
-        return weights
 
     def count_views(self) -> None:
         """Record how many tensors view the flat memory.
@@ -117,7 +112,7 @@ class Bucket:
         """Accumulate `parameter.grad` into the bucket, and set it to None."""
         grad = parameter.grad
         assert grad is not None
-        grad_sum = self._grad_of[parameter]
+        grad_sum = self._grad_sum(parameter)
         is_first = parameter not in self._arrived
         if grad.is_sparse:
             if is_first:
@@ -144,7 +139,7 @@ class Bucket:
 
         The matmul is added to the gradient sum without a half-precision copy.
         """
-        grad_sum = self._grad_of[parameter]
+        grad_sum = self._grad_sum(parameter)
         add: Any = torch.addmm
         if left.dtype is not grad_sum.dtype:
             add = partial(add, out_dtype=grad_sum.dtype)
@@ -158,8 +153,9 @@ class Bucket:
         for parameter in self.parameters:
             if parameter.grad is not None:  # the user has set this gradient, so no autograd hook has added it
                 self.add(parameter)
-            if parameter not in self._arrived:
-                self._grad_of[parameter].zero_()
+        for slot in self.slots:
+            if slot not in self._arrived:
+                self._grad_sum(slot).zero_()
         if self.replicas > 1:
             self.pending_work = scatter_sum(self.share_grad, self.grads, self.group)
 
@@ -187,15 +183,24 @@ class Bucket:
         if work is not None:
             work.wait()
 
-    def owned_grads(self) -> list[Tensor]:
-        """Return this replica's slice `[n]` of each parameter's summed gradient, without empty slices."""
-        return [self.share_grad[begin:end] for _, begin, end in self._owned_slices()]
-
     def drop_grads(self) -> None:
-        """Drop all gradients at the start of a step."""
+        """Drop all gradients at the end of a step and free their memory, which the next forward pass may use."""
         self._arrived.clear()
+        self.readable_grads.clear()
         for parameter in self.parameters:
             parameter.grad = None
+        self._free_grads()
+
+    def _free_grads(self) -> None:
+        self.grads.untyped_storage().resize_(0)  # as in torch's FSDP, the views of `grads` stay its views
+
+    def _grad_sum(self, slot: nn.Parameter) -> Tensor:
+        """Return the gradient sum of `slot`, and allocate the memory of all sums if this step has not done so."""
+        storage = self.grads.untyped_storage()
+        if not storage.size():
+            storage.resize_(self.grads.nbytes)
+            self.readable_grads[0] = [self.share_grad[begin:end] for _, begin, end in self._owned_slices()]
+        return self._grad_of[slot]
 
     def norm_slices(self, counts: dict[nn.Parameter, bool]) -> list[tuple[Tensor, bool]]:
         """Return pairs: a slice `[n]` of this replica's gradients, and whether the global gradient norm includes it.

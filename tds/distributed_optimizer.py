@@ -127,7 +127,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 for parameters in pack_buckets(weights, group, self.bucket_bytes, chunk_of, separate, is_enough):
                     bucket = Bucket(parameters, group, work)
                     self.buckets.append(bucket)
-                    link_shares(bucket, len(self.buckets))
+                    link_shares(bucket)
             self.bf16_groups.append(group_weights)
         sort_buckets(self.buckets, module.parameters(), chunk_of)
         for bucket in self.buckets:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
+import torch
 from torch import nn
 
 ALIGNMENT = 64  # elements; shares begin at multiples of this, because copies from aligned addresses are fast
@@ -26,32 +27,32 @@ def balance(work: Sequence[float], replicas: int) -> list[list[int]]:
 
 def place_weights(
     parameters: Sequence[nn.Parameter], replicas: int, work: Work | None
-) -> tuple[list[nn.Parameter], list[int], int]:
-    """Return (the parameters in the order of memory, the offset of each, the elements of each replica's share).
+) -> tuple[list[nn.Parameter], int]:
+    """Return (the parameters in the order of memory, the elements of each replica's share).
 
-    work: work of stepping a weight, if a replica must step whole weights. Each share then begins with a weight and may
-    end with padding. None: shares may begin and end anywhere in a weight.
+    The first list also holds placeholders: parameters on the meta device for memory that belongs to no weight. work:
+    work of stepping a weight, if a replica must step whole weights. Each share then begins with a weight and may end
+    with a placeholder. None: shares may begin and end anywhere in a weight.
     """
     # For example, weights of 100, 60 and 40 elements on 2 replicas: with work = elements, replica 0 owns the first
-    # weight, replica 1 the others, and a share has 128 elements, so the offsets are 0, 128 and 188.
+    # weight, replica 1 the others, and a share has 128 elements, so placeholders of 28 elements follow both.
     if work is None:
         owned = [list(parameters)]
         share = round_up(-(-_total_numel(parameters) // replicas))
+        length = share * replicas
     else:
         owned = []
         costs = [work(p) or 0 for p in parameters]
         for indices in balance(costs, replicas):
             owned.append([parameters[index] for index in indices])
         share = round_up(max(map(_total_numel, owned)))
+        length = share
     ordered = list[nn.Parameter]()
-    offsets = list[int]()
-    for replica, weights in enumerate(owned):
-        offset = replica * share
-        for p in weights:
-            ordered.append(p)
-            offsets.append(offset)
-            offset += p.numel()
-    return ordered, offsets, share
+    for weights in owned:
+        ordered += weights
+        if gap := length - _total_numel(weights):
+            ordered.append(nn.Parameter(torch.empty(gap, device="meta")))
+    return ordered, share
 
 
 def _total_numel(parameters: Iterable[nn.Parameter]) -> int:
@@ -65,5 +66,5 @@ def round_up(count: int) -> int:
 
 def has_little_padding(parameters: Sequence[nn.Parameter], replicas: int, work: Work) -> bool:
     """Return whether a bucket of these weights, each stepped as a whole, has little padding."""
-    _, _, share = place_weights(parameters, replicas, work)
+    _, share = place_weights(parameters, replicas, work)
     return share * replicas <= (1 + MOST_PADDING) * _total_numel(parameters)

@@ -174,9 +174,9 @@ class _StepMemory:
             self.trained = count_trained(stage.layers, resolved.param_rules, config)
             _, self.gradients, self.optimizer = state_bytes(self.trained, config, resolved, replicas)
         self.has_earlier_gradients = gas > num_in_flight / p.chunks
-        # Gradients stay between steps with ZeRO 3, and sums in fp32 with ZeRO 1.
-        summed = resolved.distributed_optimizer or resolved.precision == "bf16"
-        gradients_stay = resolved.zero_stage == 3 or (resolved.zero_stage == 1 and summed)
+        # Gradients stay between steps with DeepSpeed's ZeRO 3, and sums in fp32 with its ZeRO 1.
+        zero = resolved.zero_stage if _uses_deepspeed_zero(resolved) else 0
+        gradients_stay = zero == 3 or (zero == 1 and resolved.precision == "bf16")
         self.held_gradients = self.gradients if self.has_earlier_gradients or gradients_stay else 0.0
         micro_batch_bytes = kept_bytes(self.shapes, self.layers)
         self.kept_activations = num_in_flight * micro_batch_bytes / p.chunks

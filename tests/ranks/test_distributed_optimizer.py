@@ -341,6 +341,11 @@ def _looked_at() -> None:
         if p.requires_grad:
             found = tds.utils.safe_get_full_optimizer_state(p, "exp_avg")
             torch.testing.assert_close(found, 0.1 * expected[name])
+    ours.zero_grad()
+    assert not any(bucket.grads.untyped_storage().nbytes() for bucket in ours.buckets)  # freed for activations
+    if dist.get_rank() == 0:  # the owner of these weights
+        with pytest.raises(ValueError, match="immediately after backward"):
+            tds.utils.safe_get_full_grad(next(p for p in model.parameters() if p.requires_grad))
 
 
 def test_deepspeeds_functions_look_into_it() -> None:
