@@ -178,6 +178,7 @@ class _StepMemory:
         zero = resolved.zero_stage if _uses_deepspeed_zero(resolved) else 0
         gradients_stay = zero == 3 or (zero == 1 and resolved.precision == "bf16")
         self.held_gradients = self.gradients if self.has_earlier_gradients or gradients_stay else 0.0
+        self.launched = max(BUCKET_BYTES, BYTES_PER_REPLICA * replicas)  # minimum bytes of a bucket of gradients
         micro_batch_bytes = kept_bytes(self.shapes, self.layers)
         self.kept_activations = num_in_flight * micro_batch_bytes / p.chunks
         self.kept_activations += shared_table_bytes(self.shapes, self.layers)
@@ -217,6 +218,8 @@ class _StepMemory:
         kept_activations = self.kept_activations - kept_bytes(shapes, layers[index + 1 :])
         remaining = count_layers(layers[: index + 1], self.config).held
         gradients = self.held_gradients or self.gradients * (1 - remaining / self.stage.count.held)
+        if self.resolved.distributed_optimizer:  # it allocates a whole bucket of gradients with the first of them
+            gradients = min(self.gradients, gradients + self.launched)
         largest_matrix = count_layers([layers[index]], self.config).largest
         working = backward_working(shapes, layers[index]) + largest_matrix * shapes.width
         working += recomputed_bytes(shapes, layers) + self._partition_of_micro_batch()
@@ -245,8 +248,7 @@ class _StepMemory:
         if _uses_deepspeed_zero(self.resolved):
             buffers = self._copied_by_deepspeed()
         elif self.replicas > 1 and not self.resolved.zero_stage:
-            launched = max(BUCKET_BYTES, BYTES_PER_REPLICA * self.replicas)
-            buffers = min(self.gradients, launched + self.stage.count.largest * self.shapes.width)
+            buffers = min(self.gradients, self.launched + self.stage.count.largest * self.shapes.width)
         elif self.replicas > 1 and not self.shapes.accelerated:
             buffers = self.weights  # gloo copies all weights while it gathers them
         return self._memory(self.gradients, self.communication + buffers)

@@ -464,7 +464,7 @@ def test_the_doctor_accepts_what_the_planner_writes(
 def test_measured_runs_of_random_settings_are_predicted(tmp_path: Path) -> None:
     """The peak memory of random runs of one to four ranks, measured by an allocator that counts every allocation.
 
-    Each row of measured_memory.json holds ranks, megabytes, reduce_bucket_size and flags (2026-11-28, torch 2.13).
+    Each row of measured_memory.json holds ranks, megabytes, reduce_bucket_size and flags (2026-11-29, torch 2.13).
     `python benchmarks/plan_memory.py --rows tests/unit/measured_memory.json` measures them again.
     """
     errors = []
