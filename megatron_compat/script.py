@@ -77,8 +77,8 @@ class ScriptTask(FunctionsTask):
         tokenizer_provider: TokenizerProvider | None = None,
     ) -> None:
         self.family = FAMILIES.get(defaults.get("tokenizer_type", ""))
-        # Defaults of the script take precedence over those of its family.
-        fallback = DEFAULTS[self.family] if self.family else {}
+        # Defaults of the script take precedence over those of its family. CPM-Pretrain has only CPM's format of spans.
+        fallback = {**DEFAULTS[self.family], "span_convention": "cpm"} if self.family else {}
         values = {**fallback, **defaults}
         super().__init__(
             datasets_provider,

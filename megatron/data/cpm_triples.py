@@ -129,7 +129,7 @@ def build_train_valid_test_datasets(
 ) -> tuple[Datasets, list[str]]:  # fmt: skip
     """Return ((training, validation, test) datasets, notes) of corpora that were masked during preprocessing.
 
-    The notes report text that is dropped and datasets that are empty.
+    The notes report flags without effect, text that is dropped and datasets that are empty.
     Raises DatasetError if a corpus is damaged or --dec-seq-length is not set.
     """
     if dec_seq_length is None:
@@ -146,10 +146,10 @@ def build_train_valid_test_datasets(
 
     datasets, notes = build_datasets(open_triple, data_path, split)
     sentinels = len(specials.sentinels) - 1  # without the closing sentinel
-    overflow_notes = []
+    all_notes = ["--noise-density and --mean-span-length have no effect: preprocessing has masked the spans"]
     for prefix in prefixes_of(data_path):
-        overflow_notes.append(_overflow_note(prefix, enc_seq_length, dec_seq_length, sentinels))
-    return datasets, [*filter(None, overflow_notes), *notes]
+        all_notes.append(_overflow_note(prefix, enc_seq_length, dec_seq_length, sentinels))
+    return datasets, [*filter(None, all_notes), *notes]
 
 
 def _overflow_note(prefix: str, encoder: int, decoder: int, sentinels: int) -> str:

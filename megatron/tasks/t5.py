@@ -12,6 +12,7 @@ from ..config import Config
 from ..config.defaults import DEFAULTS
 from ..data import cpm_triples
 from ..data.corpus_paths import is_triple, prefixes_of
+from ..data.indexed_dataset import DatasetError
 from ..data.t5_dataset import Objective, Specials, build_train_valid_test_datasets
 from ..model.loss import Targets, targets_of
 from ..model.masks import no_documents
@@ -84,7 +85,14 @@ class T5(LanguageTask):
         encoder_length = data.enc_seq_length or data.seq_length
         decoder_length = data.dec_seq_length
         specials = Specials(t5_tokenizer.eod, t5_tokenizer.pad, t5_tokenizer.sentinels)
-        if all(map(is_triple, prefixes_of(data.paths))):  # corpora whose spans were masked when they were written
+        prefixes = prefixes_of(data.paths)
+        if all(map(is_triple, prefixes)):  # corpora whose spans were masked when they were written
+            if config.objective != "span-corruption" or data.span_convention != "cpm":
+                raise DatasetError(
+                    f"{prefixes[0]}_context has masked spans in CPM's format, which --objective {config.objective} "
+                    f"--span-convention {data.span_convention} cannot read; pass --objective span-corruption "
+                    "--span-convention cpm"
+                )
             return cpm_triples.build_train_valid_test_datasets(
                 data.paths, data.split, encoder_length, decoder_length, specials, seed, t5_tokenizer.base.vocab_size
             )

@@ -49,6 +49,8 @@ def run(script: str, folder: Path, layout: str, flags: str) -> list[float]:
     stages, model = LAYOUTS[layout]
     argv = [str(ROOT / script), *flags.split(), "--run-dir", str(folder)]
     argv += ["--pipe-parallel-size", str(stages), "--model-parallel-size", str(model)]
+    if script == "pretrain_t5.py":  # the default of scripts in CPM-Pretrain's form
+        argv += ["--span-convention", "cpm"]
     ends = ends_of_ranks(max(stages, 1) * model, _script, argv)
     assert all(end.code == 0 for end in ends), [end.stderr[-2000:] for end in ends]
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -310,8 +310,9 @@ def test_triples_are_read_as_cpm_does(prefix: str, tmp_path: Path, decoder: int)
     path = write_triple(prefix, tmp_path)
     (data, _, _), notes = cpm_triples.build_train_valid_test_datasets(path, "1", 100, decoder, CPM, 1, TEXT)
     assert data is not None
-    assert bool(notes) == (decoder == 20)
-    assert decoder > 20 or "of the text is dropped" in notes[0]
+    assert "--noise-density and --mean-span-length have no effect" in notes[0]
+    assert len(notes) == 1 + (decoder == 20)
+    assert decoder > 20 or "of the text is dropped" in notes[1]
     seen = set()
     for n in range(data.samples_per_epoch):
         sample = data[n]
@@ -345,6 +346,15 @@ def test_triples_of_a_tokenizer_of_another_size_are_refused(prefix: str, tmp_pat
     specials = Specials(EOD, size, tuple(range(size + 1, size + COUNT + 1)))
     with pytest.raises(DatasetError, match=f"{size}"):
         cpm_triples.build_train_valid_test_datasets(path, "1", 100, 60, specials, 1, size)
+
+
+@pytest.mark.parametrize("flags", ["", "--span-convention cpm --objective prefix-lm"])
+def test_triples_have_only_the_format_of_cpm(flags: str, prefix: str, tmp_path: Path, vocab_file: str) -> None:
+    path = write_triple(prefix, tmp_path)
+    config = parse([*f"--family t5 --dec-seq-length 60 {flags} --data-path".split(), path])
+    task = TASKS["t5"]()
+    with pytest.raises(DatasetError, match="pass --objective span-corruption --span-convention cpm"):
+        task.datasets(config, task.extended(config, load_tokenizer(vocab_file)))
 
 
 @pytest.mark.parametrize("position_embedding", ["learned", "relative"])
