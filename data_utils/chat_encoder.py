@@ -3,12 +3,9 @@
 import itertools
 from collections.abc import Sequence
 
-from megatron.tokenizer.base import Tokenizer, any_name_pattern
+from megatron.tokenizer.base import WHITE_SPACE, Tokenizer, any_name_pattern
 
 from .chat_templates import BEGIN, END, JinjaTemplate, Message, Piece, Template
-
-# The characters that added tokens with the flags lstrip and rstrip absorb: \s in the regular expressions of tokenizers
-WHITE_SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 
 
 class _TokenBuffer:

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from ..json_text import read_json
 
 SENTINEL = re.compile(r"<(?:extra_id_|s_)(\d+)>")  # names of T5's sentinels, also in CPM's form
+# The characters that added tokens with the flags lstrip and rstrip absorb: \s in the regular expressions of tokenizers
+WHITE_SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 IdArray = NDArray[np.int32]
 
 
@@ -33,7 +35,7 @@ class Tokenizer(ABC):
     two tokenizers with the same fingerprint give the same ids. specials: special tokens as name -> id; plain text is
     never encoded to these ids. marks: `specials` plus other added tokens that chat templates and fill-in-the-middle
     may use by name. start: ids that the model expects before every text, such as Llama's <|begin_of_text|>, or ().
-    lstrip_ids, rstrip_ids: ids of `marks` that absorb the white space before or after their names in a chat template.
+    lstrip_ids, rstrip_ids: ids of added tokens that absorb the white space before or after their names in a text.
     contradiction: a sentence about a setting next to the vocabulary that this tokenizer does not follow, or "".
     """
 

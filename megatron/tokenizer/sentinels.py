@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from .base import SENTINEL, Tokenizer
+from .base import SENTINEL, WHITE_SPACE, Tokenizer
 
 
 class SentinelTokenizer(Tokenizer):
@@ -23,6 +23,7 @@ class SentinelTokenizer(Tokenizer):
         self.fingerprint = tokenizer.fingerprint
         self.contradiction = tokenizer.contradiction
         self.eod = tokenizer.eod
+        self.start = tokenizer.start
         self._prefix = "extra_id_" if convention == "t5" else "s_"
         own_ids = own_sentinels(tokenizer, convention)
         # Without a padding token in `tokenizer`, padding gets the first new id, and sentinels the following ones.
@@ -51,9 +52,15 @@ class SentinelTokenizer(Tokenizer):
             number = int(mark[1])
             if number >= self.count:
                 raise ValueError(f"the text contains {mark[0]}, but the model has only sentinels 0 to {self.count - 1}")
-            ids += self._encode_between(text, start, mark.start())
-            ids.append(self.sentinels[number])
+            sentinel = self.sentinels[number]
+            end = mark.start()
+            if sentinel in self.base.lstrip_ids:
+                end = len(text[:end].rstrip(WHITE_SPACE))
+            ids += self._encode_between(text, start, end)
+            ids.append(sentinel)
             start = mark.end()
+            if sentinel in self.base.rstrip_ids:
+                start = len(text) - len(text[start:].lstrip(WHITE_SPACE))
         return ids + self._encode_between(text, start, len(text))
 
     def _encode_between(self, text: str, begin: int, end: int) -> list[int]:

@@ -39,7 +39,11 @@ def add_model_flags(parser: Parser) -> None:
 def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that give prompts and determine how they are encoded."""
     add = parser.add_argument
-    add("--prompt", default="", help="text to continue; for a T5, text with masked spans such as <extra_id_0> or <s_0>")
+    add(
+        "--prompt",
+        default="",
+        help="text to continue; for a T5, text with masked spans such as <extra_id_0> or <s_0>, or text to answer",
+    )
     add(
         "--input",
         type=local_path,

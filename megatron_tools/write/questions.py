@@ -141,7 +141,7 @@ class PromptEncoder:
 
 def _t5_question(prompt: str, tokenizer: SentinelTokenizer, continues_text: bool) -> Question:
     """Encode a text as in training: one with masked spans, or, for --objective prefix-lm, one to continue."""
-    source = tokenizer.encode(prompt)
+    source = [*tokenizer.start, *tokenizer.encode(prompt)]
     shown_before = prompt if continues_text else ""
     if tokenizer.convention == "t5":
         return Question(prompt, [*source, tokenizer.eod], tokenizer.eod, shown_before)
@@ -151,7 +151,8 @@ def _t5_question(prompt: str, tokenizer: SentinelTokenizer, continues_text: bool
     if continues_text:
         # In the CPM convention an answer ends with the next sentinel: <s_1> for one continuation, which <s_0> begins.
         return Question(prompt, source, tokenizer.sentinels[1], shown_before)
-    spans = sum(token in tokenizer.sentinels for token in source)
+    # In training, the only label of a sample without masked spans is the second sentinel.
+    spans = max(sum(token in tokenizer.sentinels for token in source), 1)
     if spans >= tokenizer.count:
         raise ValueError(f"the prompt has {spans} masked spans, but this model supports at most {tokenizer.count - 1}")
     # Three spans have the sentinels 0 to 2, so the answer ends with sentinel 3.

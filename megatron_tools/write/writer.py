@@ -102,11 +102,7 @@ class Writer:
         tokenizer = self.tokenizer
         logits = stepper.first(1)
         # The output of such a T5 begins with the first sentinel; the candidates are the tokens after it.
-        if (
-            isinstance(tokenizer, SentinelTokenizer)
-            and tokenizer.convention == "t5"
-            and not self.prompt_encoder.continues_text
-        ):
+        if isinstance(tokenizer, SentinelTokenizer) and tokenizer.convention == "t5" and self._fills_spans(question):
             logits = stepper.next(torch.tensor([tokenizer.sentinels[0]], device=logits.device))
         probabilities = logits[0].double().softmax(-1).cpu()[: tokenizer.vocab_size]
         frequencies = None
@@ -131,13 +127,21 @@ class Writer:
             entries.append(entry)
         return "top lift: " + ", ".join(entries)
 
+    def _fills_spans(self, question: Question) -> bool:
+        """Return whether the model fills masked spans in this prompt; other prompts of a T5 are questions to answer."""
+        sentinels = getattr(self.tokenizer, "sentinels", ())
+        return not self.prompt_encoder.continues_text and not set(sentinels).isdisjoint(question.tokens)
+
     def text(self, question: Question, ids: Ids) -> str:
-        """Return the text to print for the generated `ids`: an answer in a chat, else the prompt and its completion."""
+        """Return the text to print for the generated `ids`: the prompt and its completion, or only an answer.
+
+        A chat and a T5 whose prompt has no masked spans answer.
+        """
         tokenizer = self.tokenizer
         # The slice is empty, and differs, if there are no ids.
         if ids[-1:] == [question.end_id]:
             ids = ids[:-1]
-        if isinstance(tokenizer, SentinelTokenizer) and not self.prompt_encoder.continues_text:
+        if isinstance(tokenizer, SentinelTokenizer) and self._fills_spans(question):
             return fill_spans(str(question.prompt), tokenizer, ids)
         return question.text_before + decode_answer(tokenizer, question, ids) + question.text_after
 

@@ -19,6 +19,7 @@ from megatron_tools.convert.hf_import import _sentinel_count
 from megatron_tools.convert.hf_names import Match
 from megatron_tools.convert.megatron_lm import RankFiles
 from megatron_tools.convert.megatron_settings import check_complete, settings_from_megatron
+from megatron_tools.write.questions import PromptEncoder
 from tests.sentences import SENTENCES
 from tests.support import command
 from tests.unit.test_hf_configs import T5, nothing, old, write
@@ -183,15 +184,22 @@ def test_a_space_in_front_of_a_text(tmp_path: Path) -> None:
     assert len(fingerprints) == 2
 
 
-def unigram(folder: Path, scheme: str, special: bool = True) -> str:
-    """Save a T5-style Unigram tokenizer.json, with ▁ for spaces and sentinels as the last tokens; return the folder."""
+def unigram(folder: Path, scheme: str, special: bool = True, frame: str = "$A </s>", **strips: bool) -> str:
+    """Save a T5-style Unigram tokenizer.json, with ▁ for spaces and sentinels as the last tokens; return the folder.
+
+    frame: tokens around a text $A. strips: lstrip and rstrip of the sentinels.
+    """
     words = ["▁", "The", "▁The", "river", "▁river", "t", "u", "▁t", "▁u", "<", "/", "s", ">", "a", "▁a"]
-    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((word, -3.0 - i) for i, word in enumerate(words))]
+    specials = ["<pad>", "</s>", "<unk>", "<s>"]
+    pieces = [*((name, 0.0) for name in specials), *((word, -3.0 - i) for i, word in enumerate(words))]
     tokenizer = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, unk_id=2))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme=scheme)
     tokenizer.decoder = tokenizers.decoders.Metaspace(prepend_scheme=scheme)
-    tokenizer.add_special_tokens(["<pad>", "</s>", "<unk>"])
-    new = [tokenizers.AddedToken(f"<extra_id_{i}>", normalized=False, special=special) for i in (2, 1, 0)]
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single=frame, special_tokens=[("</s>", 1), ("<s>", 3)]
+    )
+    tokenizer.add_special_tokens(specials)
+    new = [tokenizers.AddedToken(f"<extra_id_{i}>", normalized=False, special=special, **strips) for i in (2, 1, 0)]
     tokenizer.add_special_tokens(new) if special else tokenizer.add_tokens(new)
     folder.mkdir(exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -201,14 +209,18 @@ def unigram(folder: Path, scheme: str, special: bool = True) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize(
+    "flags",
+    [{}, {"special": False}, {"lstrip": True, "frame": "<s> $A </s>"}, {"lstrip": True, "rstrip": True}],
+    ids=str,
+)
 @pytest.mark.parametrize("scheme", ["always", "first", "never"])
-def test_texts_with_sentinels_get_the_ids_of_transformers(scheme: str, special: bool, tmp_path: Path) -> None:
+def test_prompts_with_sentinels_get_the_ids_of_transformers(scheme: str, flags: Any, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    ours = SentinelTokenizer(load_tokenizer(unigram(tmp_path, scheme, special)), 3, "t5")
+    ours = PromptEncoder(SentinelTokenizer(load_tokenizer(unigram(tmp_path, scheme, **flags)), 3, "t5"))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    for text in ("t<extra_id_0>u", "The river <extra_id_0> a <extra_id_1>", "<extra_id_2>river"):
-        assert ours.encode(text) == theirs(text, add_special_tokens=False)["input_ids"], text
+    for text in ("t<extra_id_0>u", "The river <extra_id_0> a <extra_id_1>", " \n <extra_id_2> <extra_id_0>  river"):
+        assert ours.question(text).tokens == theirs(text)["input_ids"], text
 
 
 def test_the_name_of_a_special_token_in_a_text_is_text(tmp_path: Path) -> None:

@@ -19,6 +19,10 @@ from megatron_tools.write.prompts import prompt_encoder
 from megatron_tools.write.writer import Writer
 
 SMALL = "--family t5 --num-layers 1 --hidden-size 16 --num-attention-heads 2"
+ARGS = argparse.Namespace(
+    special_tokens=False, chat=False, suffix=None, fim_tokens=None, num_samples=1, max_new_tokens=12, num_beams=0,
+    temperature=0.0, top_k=0, top_p=1.0, seed=1,
+)  # fmt: skip
 
 
 def test_what_follows_an_end_of_document_does_not_count() -> None:
@@ -74,6 +78,23 @@ class _Writes:
         pass
 
 
+def writer_of(tokenizer: SentinelTokenizer, ids: list[int], flags: str = "") -> Writer:
+    """Return a writer whose model generates `ids`."""
+    config = parse(f"{SMALL} {flags} --vocab-size {tokenizer.vocab_size}".split())
+    writer = Writer(cast(Any, None), tokenizer, config, None, prompt_encoder(ARGS, config, tokenizer, ""))
+    writer.stepper = lambda sources: _Writes(ids, tokenizer.vocab_size)  # type: ignore[method-assign, assignment, return-value]
+    return writer
+
+
+@pytest.mark.parametrize("convention", ["t5", "cpm"])
+def test_without_masked_spans_a_t5_answers(convention: str) -> None:
+    tokenizer = SentinelTokenizer(_Letters(), 10, convention)
+    writer = writer_of(tokenizer, [2, 3, tokenizer.eod if convention == "t5" else tokenizer.sentinels[1]])
+    question = writer.question("ab")
+    assert writer.write([question], ARGS, None) == [["cd"]]
+    assert writer.top_lift(question, 1).startswith("top lift: 'c'")
+
+
 @pytest.mark.parametrize("convention", ["t5", "cpm"])
 def test_a_t5_that_was_taught_to_go_on_goes_on(convention: str) -> None:
     """A prefix-LM T5 gets the prompt "ab" as in training on "abcd"; if it generates the labels, it prints "abcd"."""
@@ -87,16 +108,9 @@ def test_a_t5_that_was_taught_to_go_on_goes_on(convention: str) -> None:
     sample = data._build_sample(np.arange(4), np.ones(4, dtype=np.int64), masked, np.diff(masked, prepend=False))
     labels = sample["labels"].tolist()
 
-    flags = f"{SMALL} --objective prefix-lm --span-convention {convention} --vocab-size {tokenizer.vocab_size}"
-    config = parse(flags.split())
-    args = argparse.Namespace(
-        special_tokens=False, chat=False, suffix=None, fim_tokens=None, num_samples=1, max_new_tokens=12, num_beams=0,
-        temperature=0.0, top_k=0, top_p=1.0, seed=1,
-    )  # fmt: skip
-    writer = Writer(cast(Any, None), tokenizer, config, None, prompt_encoder(args, config, tokenizer, ""))
-    writer.stepper = lambda sources: _Writes(labels, tokenizer.vocab_size)  # type: ignore[method-assign, assignment, return-value]
+    writer = writer_of(tokenizer, labels, "--objective prefix-lm")
     question = writer.question("ab")
     assert question.tokens == sample["encoder"].tolist() and question.end_id == labels[-1]
     written: list[int] = []
-    assert writer.write([question], args, lambda new: written.extend(new)) == [["abcd"]]
+    assert writer.write([question], ARGS, lambda new: written.extend(new)) == [["abcd"]]
     assert len(written) == len(labels)
