@@ -11,6 +11,7 @@ class SentinelTokenizer(Tokenizer):
     If `tokenizer` has sentinels, the first `count` of them are used. Otherwise the sentinels get new ids after the last
     id of `tokenizer`. In a text, `<extra_id_0>` and `<s_0>` both stand for the first sentinel.
     convention: order of new ids: descending (`t5`, as in Hugging Face) or ascending (`cpm`).
+    decoder_start: id that begins the decoder's input.
     The fingerprint is that of `tokenizer`, because corpora contain no sentinels.
     Raises ValueError if `tokenizer` has sentinels, but fewer than `count`.
     """
@@ -39,6 +40,7 @@ class SentinelTokenizer(Tokenizer):
         self.sentinels = own_ids[:count] or tuple(new_ids)
         self.vocab_size = size if own_ids else size + count
         self.specials = {**tokenizer.specials, "<pad>": self.pad}
+        self.decoder_start = self.pad if convention == "t5" else self.sentinels[0]
         self._number = {id_: i for i, id_ in enumerate(self.sentinels)}
 
     def encode(self, text: str) -> list[int]:

@@ -59,6 +59,8 @@ def export_checkpoint(args: argparse.Namespace, path: Path) -> None:
     config_json, generation_json = _config_contents(reader, config, tokenizer, vocab_file, chat, args.dtype)
     notes_on_model = unexported_notes if config.model.family == "llama" else logit_scale_notes
     print_notes(notes_on_model(config.model))
+    if config.is_t5 and config.data.span_convention == "cpm":
+        print_notes(["an answer ends with the sentinel after its last span; pass its id as eos_token_id to generate()"])
 
     def shape_of(name: str) -> list[int]:
         return list(reader.tensors[f"{WEIGHT}.{name}"]["shape"])
@@ -110,6 +112,8 @@ def _config_contents(
     if config.is_t5:
         pad_id = tokenizer.pad if isinstance(tokenizer, SentinelTokenizer) else 0
         config_json = t5_config(config.model, pad_id, end_id, dtype)
+        if isinstance(tokenizer, SentinelTokenizer):
+            config_json["decoder_start_token_id"] = tokenizer.decoder_start
     elif config.model.family == "llama":
         config_json = llama_config(config.model, reader.positions, start_id, end_id, dtype)
     else:

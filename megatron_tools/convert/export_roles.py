@@ -189,4 +189,8 @@ def generation_settings(
     # A source that lists its end ids gets a list again, even for a single id.
     is_single = len(end_ids) == 1 and not isinstance(source_end, list)
     eos_token_id = end_ids[0] if is_single else end_ids
-    return {**ids, **read_generation_config(vocab_path), "eos_token_id": eos_token_id}
+    settings = {**ids, **read_generation_config(vocab_path), "eos_token_id": eos_token_id}
+    # A T5's decoder starts as in training, also if the tokenizer comes from the folder of another model.
+    if "decoder_start_token_id" in ids:
+        settings["decoder_start_token_id"] = ids["decoder_start_token_id"]
+    return settings

@@ -24,7 +24,7 @@ from megatron.tokenizer.sibling_files import (
 )
 
 from .export_roles import DROPPED_KEYS, tokenizer_class_entries, tokenizer_settings
-from .hf_tokenizer import append_end, is_t5_model, to_hf_tokenizer
+from .hf_tokenizer import frame_texts, is_t5_model, to_hf_tokenizer
 
 
 class ChatFormat(NamedTuple):
@@ -155,7 +155,9 @@ def _sentencepiece_settings(vocab_path: Path, tokenizer: Tokenizer, base_tokeniz
     if not isinstance(base_tokenizer, SentencePieceTokenizer):
         return {}
     settings = dict(base_tokenizer.settings)
-    if vocab_path.name == "spiece.model" and isinstance(tokenizer, SentinelTokenizer) and is_t5_model(base_tokenizer):
+    # T5Tokenizer numbers its sentinels as in the convention t5, and puts the end token after each text.
+    is_t5 = isinstance(tokenizer, SentinelTokenizer) and tokenizer.convention == "t5"
+    if vocab_path.name == "spiece.model" and is_t5 and is_t5_model(base_tokenizer):
         for key in DROPPED_KEYS:
             settings.pop(key, None)
         return {**settings, "tokenizer_class": "T5Tokenizer", "extra_ids": tokenizer.count}
@@ -177,9 +179,8 @@ def _write_tokenizer_json(
     entries: dict[str, Any] = {}
     missing_names: list[str] = []
     if isinstance(tokenizer, SentinelTokenizer):
-        # The file lists <extra_id_0>, <extra_id_1>, ... in the order of their ids.
-        sentinel_numbers = {id_: i for i, id_ in enumerate(tokenizer.sentinels)}
-        sentinels = [f"<extra_id_{sentinel_numbers[id_]}>" for id_ in sorted(sentinel_numbers)]
+        # The file lists the names of sentinels in the order of their ids.
+        sentinels = [tokenizer.decode([id_]) for id_ in sorted(tokenizer.sentinels)]
         tokens = []
         for name in ("<pad>", *sentinels):
             tokens.append(AddedToken(name, special=True, normalized=False))
@@ -194,9 +195,9 @@ def _write_tokenizer_json(
     if vocab_path.name == "tokenizer.json" and not missing_names:
         (folder / vocab_path.name).write_bytes(vocab_path.read_bytes())
     else:
-        # The source's own tokenizer.json, with all sentinels, is that of a T5. Others do not append the end token.
-        if isinstance(tokenizer, SentinelTokenizer) and tokenizer.convention == "t5":
-            append_end(hf_tokenizer, tokenizer.eod)
+        # The source's own tokenizer.json, with all sentinels, is that of a T5. Others may end texts otherwise.
+        if isinstance(tokenizer, SentinelTokenizer):
+            frame_texts(hf_tokenizer, tokenizer.start, [tokenizer.eod] if tokenizer.convention == "t5" else [])
         hf_tokenizer.save(str(folder / "tokenizer.json"))
     return entries
 

@@ -1,7 +1,7 @@
 """Conversion of our tokenizers to the format of Hugging Face's `tokenizers` library, with the same ids."""
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from data_utils.tokenizer_training import BYTES
@@ -43,12 +43,8 @@ def to_hf_tokenizer(tokenizer: Tokenizer) -> Any | None:
     texts = [*sample_texts(tokenizer), *_run_texts(tokenizer)]
     if not _encodes_equally(tokenizer, hf_tokenizer, texts):
         return None
-    # There is at most one start token.
-    for start_id in tokenizer.start:
-        name = tokenizer._sp.id_to_piece(start_id)
-        hf_tokenizer.post_processor = import_tokenizers().processors.TemplateProcessing(
-            single=f"{name} $A", special_tokens=[(name, start_id)]
-        )
+    if tokenizer.start:
+        frame_texts(hf_tokenizer, tokenizer.start, [])
     return hf_tokenizer
 
 
@@ -132,15 +128,19 @@ def _from_mt5(tokenizer: SentencePieceTokenizer) -> Any | None:
     strip = decoders.Strip(" ", 1, 0)
     hf_tokenizer.decoder = decoders.Sequence([spaces, decoders.ByteFallback(), decoders.Fuse(), strip])
     _add_specials(hf_tokenizer, tokenizer)
-    append_end(hf_tokenizer, sp.eos_id())
+    frame_texts(hf_tokenizer, [], [sp.eos_id()])
     return hf_tokenizer if _encodes_equally(tokenizer, hf_tokenizer, sample_texts(tokenizer)) else None
 
 
-def append_end(hf_tokenizer: Any, end_id: int) -> None:
-    """Make a tokenizer append the end token to each text, as T5's tokenizers do."""
-    end_name = hf_tokenizer.id_to_token(end_id)
+def frame_texts(hf_tokenizer: Any, start_ids: Sequence[int], end_ids: Sequence[int]) -> None:
+    """Make a tokenizer put `start_ids` before and `end_ids` after each text, as a T5's puts `</s>` after it."""
+    name_of = hf_tokenizer.id_to_token
+    end_names = [*map(name_of, end_ids)]
+    single = [*map(name_of, start_ids), "$A", *end_names]
     hf_tokenizer.post_processor = import_tokenizers().processors.TemplateProcessing(
-        single=f"$A {end_name}", pair=f"$A {end_name} $B {end_name}", special_tokens=[(end_name, end_id)]
+        single=single,
+        pair=[*single, "$B", *end_names],
+        special_tokens=[(name_of(i), i) for i in (*start_ids, *end_ids)],
     )
 
 

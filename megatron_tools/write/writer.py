@@ -52,8 +52,7 @@ class Writer:
                 model, sources, self.config.positions, stages=self.stages, bidirectional_prompt=is_prefix_lm
             )
         assert isinstance(tokenizer, SentinelTokenizer)
-        start = tokenizer.pad if tokenizer.convention == "t5" else tokenizer.sentinels[0]
-        return T5Stepper(model, sources, start, stages=self.stages)
+        return T5Stepper(model, sources, tokenizer.decoder_start, stages=self.stages)
 
     def max_steps(self, max_new_tokens: int) -> int:
         """Return the number of tokens to generate at most: `max_new_tokens`, or the positions of a T5's decoder."""

@@ -18,10 +18,12 @@ from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
 from megatron.tokenizer.base import TokenizerError
 from megatron.tokenizer.model_proto import ALGORITHMS, NORMAL, USER_DEFINED, read_facts
 from megatron_tools.convert import hf_compare
+from megatron_tools.convert.convert_checkpoint import _config_contents
 from megatron_tools.convert.export_tokenizer import ChatFormat, write_tokenizer
 from tests.support import covering
 
 transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
 COUNT = 200  # number of random tokenizers that --full tests; by default, only 24 are tested
 HAN = [chr(c) for c in random.Random(5).sample(range(0x4E00, 0x9FA0), 300)]
 FOREIGN = ("pieces", "t5", "llama")
@@ -247,6 +249,37 @@ def test_autotokenizer_loads_the_exported_model_of_a_t5(model_type: str, tmp_pat
     theirs = transformers.AutoTokenizer.from_pretrained(output)
     text = "one <extra_id_0> two <extra_id_3>, three"
     assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text)
+    # The sentinels of T5Tokenizer have other ids than those of the convention cpm.
+    exported(output, SentinelTokenizer(ours.base, 20, "cpm"), path, model_type)
+    with pytest.raises(Exception, match=r"spiece\.model"):
+        transformers.AutoTokenizer.from_pretrained(output)
+
+
+@pytest.mark.parametrize("convention", ["t5", "cpm"])
+def test_an_exported_t5_reads_and_begins_texts_as_in_training(convention: str, tmp_path: Path) -> None:
+    """The source puts a start and an end token around each text, has no sentinels, and names another decoder start."""
+    path = tmp_path / "tokenizer.json"
+    train_byte_bpe(texts(random.Random(1), 20), str(path), 300, "hf", ["<s>", "</s>"])
+    library = tokenizers.Tokenizer.from_file(str(path))
+    start, end = map(library.token_to_id, ("<s>", "</s>"))
+    library.post_processor = tokenizers.processors.RobertaProcessing(("</s>", end), ("<s>", start))
+    library.save(str(path))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    (tmp_path / "generation_config.json").write_text(json.dumps({"decoder_start_token_id": end}))
+    ours = SentinelTokenizer(load_tokenizer(str(path)), 20, convention)
+    output = tmp_path / "out"
+    output.mkdir()
+    exported(output, ours, path, "t5")
+    theirs = transformers.AutoTokenizer.from_pretrained(output)
+    first, second = ours.decode(ours.sentinels[:1]), ours.decode(ours.sentinels[1:2])
+    for text in ("The river", f"The {first} runs{second}", f"{first}"):
+        assert theirs(text)["input_ids"] == [start, *ours.encode(text), *[end] * (convention == "t5")]
+    hf_compare.compare_token_ids(ours, output)
+    flags = "--family t5 --position-embedding relative --normalization rmsnorm --no-hidden-bias"
+    reader: Any = None
+    contents = _config_contents(reader, parse(flags.split()), ours, str(path), ChatFormat(), "fp32")
+    expected_start = theirs.convert_tokens_to_ids("<pad>" if convention == "t5" else "<s_0>")
+    assert [content["decoder_start_token_id"] for content in contents] == [expected_start] * 2
 
 
 @pytest.mark.parametrize("given", ["== a ==\n=== b ===\n" * 40, "“好……”“是……”好……\n" * 40])
