@@ -91,10 +91,6 @@ def t5_view(sample: Sample, tokenizer: Tokenizer, config: Any) -> View:
     """
     encoder_ids = sample["encoder_document_ids"]
     decoder_ids = sample["decoder_document_ids"]
-    loss = sample["loss_mask"].clone()
-    if config.data.eod_mask_loss:
-        loss[sample["decoder"] == tokenizer.eod] = 0
-
     tables: dict[str, Columns] = {
         "encoder": {
             **_columns(sample["encoder"], tokenizer),
@@ -103,7 +99,7 @@ def t5_view(sample: Sample, tokenizer: Tokenizer, config: Any) -> View:
         "decoder": {
             **_columns(sample["decoder"], tokenizer),
             "label": _token_texts(sample["labels"], tokenizer),
-            "loss": loss.tolist(),
+            "loss": sample["loss_mask"].tolist(),
             "document": decoder_ids.tolist(),
         },
     }

@@ -35,12 +35,13 @@ class Specials:
     """Ids of special tokens.
 
     sentinels: ids of the first, second, ... sentinel. eod: end-of-document id; with convention `t5`, also the last id
-    of encoder input and labels.
+    of encoder input and labels. eod_mask_loss: whether the label after an end-of-document token counts in no loss.
     """
 
     eod: int
     pad: int
     sentinels: tuple[int, ...]
+    eod_mask_loss: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,13 +99,16 @@ class T5Samples(CorpusDataset):
             return torch.from_numpy(padded)
 
         pad = self.specials.pad
+        loss_mask = np.ones(len(labels), dtype=np.int64)
+        if self.specials.eod_mask_loss:
+            loss_mask[decoder == self.specials.eod] = 0
         return {
             "encoder": pad_to(encoder, encoder_length, pad),
             "decoder": pad_to(decoder, decoder_length, pad),
             "labels": pad_to(labels, decoder_length, pad),
             "encoder_document_ids": pad_to(encoder_documents, encoder_length, 0),
             "decoder_document_ids": pad_to(decoder_documents, decoder_length, 0),
-            "loss_mask": pad_to(np.ones(len(labels), dtype=np.int64), decoder_length, 0),
+            "loss_mask": pad_to(loss_mask, decoder_length, 0),
         }
 
 

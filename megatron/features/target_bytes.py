@@ -127,8 +127,8 @@ def _has_known_form(sample: Any) -> bool:
 def bytes_of_targets(sample: Mapping[str, Any], tokenizer: Tokenizer, eod_mask_loss: bool = False) -> tuple[int, int]:
     """Return (bytes of UTF-8 of a sample's targets, number of its targets).
 
-    A sample has `labels` and `loss_mask`, or `text`, in which each token but the first is a target, unless it follows
-    an end-of-document token with `eod_mask_loss`, or belongs to a prefix (`prefixes`).
+    A sample has `labels` and `loss_mask`, with the effect of --eod-mask-loss, or `text`. In a text each token but the
+    first is a target, unless it follows an end-of-document token with `eod_mask_loss` or is in a prefix (`prefixes`).
     """
     if "loss_mask" in sample:
         is_target = torch.as_tensor(sample["loss_mask"]) > 0

@@ -84,7 +84,7 @@ class T5(LanguageTask):
         t5_tokenizer = cast(SentinelTokenizer, tokenizer)
         encoder_length = data.enc_seq_length or data.seq_length
         decoder_length = data.dec_seq_length
-        specials = Specials(t5_tokenizer.eod, t5_tokenizer.pad, t5_tokenizer.sentinels)
+        specials = Specials(t5_tokenizer.eod, t5_tokenizer.pad, t5_tokenizer.sentinels, data.eod_mask_loss)
         prefixes = prefixes_of(data.paths)
         if all(map(is_triple, prefixes)):  # corpora whose spans were masked when they were written
             if config.objective != "span-corruption" or data.span_convention != "cpm":
@@ -144,8 +144,6 @@ class T5(LanguageTask):
         batch = {key: mpu.pad_sequence(tensor, pad_values.get(key, 0)) for key, tensor in batch.items()}
         labels = batch["labels"]
         loss_mask = batch["loss_mask"].float()
-        if config.data.eod_mask_loss:
-            loss_mask = loss_mask.masked_fill(batch["decoder"] == t5_tokenizer.eod, 0.0)
         labels = labels.masked_fill(loss_mask == 0, t5_tokenizer.pad)
         encoder = batch["encoder"]
         decoder = batch["decoder"]

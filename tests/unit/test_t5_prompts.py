@@ -13,6 +13,7 @@ from data_utils.sample_view import t5_view
 from megatron.config.command_line import parse
 from megatron.data.spans import SpanPlan
 from megatron.data.t5_dataset import Objective, Specials, T5Dataset
+from megatron.features.target_bytes import bytes_of_targets
 from megatron.tasks import T5
 from megatron.tokenizer import SentinelTokenizer, Tokenizer
 from megatron_tools.write.prompts import prompt_encoder
@@ -26,26 +27,25 @@ ARGS = argparse.Namespace(
 
 
 def test_what_follows_an_end_of_document_does_not_count() -> None:
-    """T5's loss with --eod-mask-loss counts an end-of-document token, but not the token after this token."""
+    """T5's loss with --eod-mask-loss and its bytes count an end-of-document token, but not the token after it."""
     eod, pad, first, second = 3, 48, 47, 46
     config = parse(f"{SMALL} --vocab-size 50 --enc-seq-length 8 --seq-length 8 --eod-mask-loss".split())
-    labels = torch.tensor([[first, 10, 11, eod, 12, second, eod]])
-    decoder = torch.cat([torch.tensor([[pad]]), labels[:, :-1]], 1)
-    sample = {
-        "encoder": torch.arange(8)[None] + 4,
-        "decoder": decoder,
-        "labels": labels,
-        "loss_mask": torch.ones_like(labels),
-        "encoder_document_ids": torch.ones(1, 8, dtype=torch.int64),
-        "decoder_document_ids": torch.ones_like(labels),
-    }
+    data = T5Dataset.__new__(T5Dataset)
+    data.specials = Specials(eod, pad, (first, second), config.data.eod_mask_loss)
+    data.plan = SpanPlan(0, 0, 2, 8, 7)
+    labels = np.array([first, 10, 11, eod, 12, second, eod])
+    ones = np.ones(8, dtype=np.int64)
+    sample = data.pad_sample(np.arange(8) + 4, ones, np.append(pad, labels[:-1]), labels, ones[:7])
+    batch = {name: each[None] for name, each in sample.items()}
     tokenizer = cast(Tokenizer, SimpleNamespace(eod=eod, pad=pad))
-    _, (found, mask) = T5().batch(sample, config, tokenizer)
+    _, (found, mask) = T5().batch(batch, config, tokenizer)
     assert mask.tolist() == [[1, 1, 1, 1, 0, 1, 1]] and found.tolist() == [[first, 10, 11, eod, pad, second, eod]]
     letters = _Letters()
     letters.eod = eod
-    view, _ = t5_view({name: each[0] for name, each in sample.items()}, letters, config)
+    letters.specials = {"<eod>": eod}
+    view, _ = t5_view(sample, letters, config)
     assert view["decoder"]["loss"] == [1, 1, 1, 1, 0, 1, 1]
+    assert bytes_of_targets(sample, letters) == (len("kl"), 6)
 
 
 class _Letters(Tokenizer):
