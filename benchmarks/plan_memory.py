@@ -32,7 +32,7 @@ GPT2 = (
 )
 T5 = (
     "--family t5 --num-layers 3 --hidden-size 256 --num-attention-heads 4 --enc-seq-length 256 --dec-seq-length 64 "
-    "--seq-length 256 --vocab-size 2000 --batch-size 4 --hidden-dropout 0 --attention-dropout 0"
+    "--objective prefix-lm --seq-length 256 --vocab-size 2000 --batch-size 4 --hidden-dropout 0 --attention-dropout 0"
 )
 LLAMA = f"--config {ROOT}/configs/models/llama_tiny.json --vocab-size 2000 --seq-length 256 --batch-size 4"
 EXPERTS = (

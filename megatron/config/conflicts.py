@@ -175,6 +175,8 @@ def _objective_conflicts(config: "Config") -> Iterator[str]:
         yield f"--objective {d.objective}: a {model} supports {' or '.join(supported)}"
     if config.objective == "prefix-lm":
         yield from _prefix_lm_conflicts(config)
+    if config.is_t5 and d.span_convention == "cpm" and d.num_sentinels < 2:
+        yield f"--num-sentinels {d.num_sentinels}: with --span-convention cpm, a sentinel also ends the labels; give 2"
     if config.is_t5 and d.reset_position_ids and not d.reset_attention_mask:
         yield (
             "--reset-position-ids: a T5 distinguishes documents only with --reset-attention-mask; give both, or neither"

@@ -109,6 +109,8 @@ def fit_documents(
             break
         tokens -= max(tokens // 64, 1)
 
+    # Too few sentinels even for windows of 2 tokens: the text after the last span that has one is unused.
+    shorter = shorter._replace(max_spans=min(shorter.max_spans, sentinels - 1))
     still_unused = max(_unused_fraction(ends, shorter) for ends in ends_of_corpora)
     # The note names the mean of the corpus with the shortest documents.
     mean = min(float(np.mean(sizes)) for sizes in corpora)

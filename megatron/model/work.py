@@ -51,20 +51,25 @@ def block_work(m: ModelConfig, tokens: int, layer: int, encoded: int = 0) -> int
 def sample_lengths(config: Config) -> tuple[int, int]:
     """Return a sample's numbers of tokens: (encoder, decoder) for a T5, else (sequence length, 0).
 
-    If the objective decides the decoder's length, the number of decoder tokens is an estimate.
+    Masked spans decide the decoder's length, so it is an estimate. A small --dec-seq-length shortens the encoder, too.
+    With the convention `cpm`, all of --dec-seq-length counts: document ends need more spans, and triples are padded.
     """
     data = config.data
     if not config.is_t5:
         return data.seq_length, 0
     encoder = data.enc_seq_length or data.seq_length
-    if data.dec_seq_length:
-        return encoder, data.dec_seq_length
+    limit = data.dec_seq_length
     if data.objective == "prefix-lm":
-        return encoder, max(encoder // 4, 1)
+        return encoder, limit or max(encoder // 4, 1)
+    if limit and data.span_convention == "cpm":
+        return encoder, limit
     noise = data.noise_density
     spans = data.noise_density / data.mean_span_length
     # Of each text token, the encoder sees 1 - noise + spans tokens, the decoder noise + spans: a sentinel per span.
-    return encoder, max(round(encoder * (noise + spans) / (1 - noise + spans)), 1)
+    decoder = max(round(encoder * (noise + spans) / (1 - noise + spans)), 1)
+    if limit and limit < decoder:
+        return encoder * limit // decoder, limit
+    return encoder, decoder
 
 
 def flops_per_token(parameters: int, config: Config, encoder: int, decoder: int = 0) -> float:

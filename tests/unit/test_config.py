@@ -67,6 +67,10 @@ def test_a_later_file_wins_over_an_earlier_one(tmp_path: Path) -> None:
         (["--max-position-embeddings", "8"], "--seq-length 1024 exceeds --max-position-embeddings 8"),
         (["--config", "/no/such.json"], "cannot read /no/such.json: No such file"),
         (
+            ["--family", "t5", "--span-convention", "cpm", "--num-sentinels", "1"],
+            "--num-sentinels 1: with --span-convention cpm, a sentinel also ends the labels; give 2",
+        ),
+        (
             ["--family", "t5", "--reset-position-ids"],
             "--reset-position-ids: a T5 distinguishes documents only with --reset-attention-mask; give both, or "
             "neither",

@@ -24,8 +24,8 @@ FAMILIES = {
     "gpt2": f"--family gpt2 {SIZES} --hidden-dropout 0 --attention-dropout 0",
     "llama": f"--family llama {SIZES} --num-key-value-heads 2 --normalization rmsnorm --activation swiglu "
     "--position-embedding rope --no-hidden-bias --hidden-dropout 0 --attention-dropout 0",
-    "t5": f"--family t5 {SIZES} --enc-seq-length 32 --dec-seq-length 16 --position-embedding relative "
-    "--hidden-dropout 0 --attention-dropout 0",
+    "t5": f"--family t5 {SIZES} --enc-seq-length 32 --dec-seq-length 16 --objective prefix-lm "
+    "--position-embedding relative --hidden-dropout 0 --attention-dropout 0",
 }
 EXPERTS = "--num-experts 4 --experts-per-token 2 --expert-ff-hidden-size 48"
 # Settings whose case in CASES does not fit this file's models, or changes too little.

@@ -29,7 +29,7 @@ EXPERTS = "--num-experts 5 --experts-per-token 2 --expert-ff-hidden-size 20 --mo
 SHARED = "--num-shared-experts 2 --shared-expert-gate"
 T5 = (
     "--family t5 --num-layers 2 --num-decoder-layers 3 --hidden-size 32 --num-attention-heads 4 --ff-hidden-size 40 "
-    "--enc-seq-length 20 "
+    "--objective prefix-lm --enc-seq-length 20 "
     "--dec-seq-length 12 --seq-length 24 --vocab-size 100 --make-vocab-size-divisible-by 1"
 )
 

@@ -484,8 +484,11 @@ def test_measured_runs_of_random_settings_are_predicted(tmp_path: Path) -> None:
 
 def test_only_stages_of_a_decoder_send_the_output_of_the_encoder() -> None:
     """Also if encoder and decoder have equally many tokens."""
-    flags = "--family t5 --num-layers 2 --hidden-size 16 --num-attention-heads 2 --vocab-size 100 --batch-size 3 "
-    config = parse([*flags.split(), "--enc-seq-length", "32", "--dec-seq-length", "32", "--pipe-parallel-size", "4"])
+    flags = (
+        "--family t5 --num-layers 2 --hidden-size 16 --num-attention-heads 2 --vocab-size 100 --batch-size 3 "
+        "--objective prefix-lm --enc-seq-length 32 --dec-seq-length 32 --pipe-parallel-size 4"
+    )
+    config = parse(flags.split())
     shapes = Shapes(config, "fp32", False)
     sent = [boundary_bytes(stage, shapes) for stage in stages_of(config)]
     states = 4.0 * 3 * 32 * 16

@@ -12,6 +12,7 @@ from megatron.data import corpus_paths, cpm_masking, cpm_triples
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.spans import SpanPlan, draw_lengths, draw_spans_to_document_ends, plan_spans
 from megatron.data.t5_dataset import Objective, Specials, T5Dataset, build_train_valid_test_datasets
+from megatron.model.work import sample_lengths
 from megatron.tasks import TASKS
 from megatron.tokenizer import load_tokenizer
 from tests.sentences import SENTENCES
@@ -120,6 +121,18 @@ def test_prefix_lm_goes_on_where_the_encoder_stops(prefix: str, convention: str)
 def test_lengths_are_those_of_t5() -> None:
     """568 tokens give 512 encoder and 114 decoder tokens with 15% masked and spans of 3, as published for T5."""
     assert plan_spans(512, None, 0.15, 3.0, 100, True) == SpanPlan(568, 85, 28, 512, 114)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["", "--dec-seq-length 512", "--dec-seq-length 32", "--noise-density 0.5 --dec-seq-length 64 --mean-span-length 8"],
+)
+def test_the_planner_counts_the_tokens_of_a_sample(flags: str) -> None:
+    config = parse(f"--family t5 --enc-seq-length 512 {flags}".split())
+    data = config.data
+    objective = Objective("span-corruption", "t5", data.noise_density, data.mean_span_length)
+    plan = objective.plan(512, data.dec_seq_length, 100)
+    assert sample_lengths(config) == pytest.approx((plan.encoder, plan.decoder), abs=1)
 
 
 @pytest.mark.parametrize("decoder", [None, 20, 40])
@@ -234,6 +247,20 @@ def test_nothing_of_short_documents_is_left_out(tmp_path: Path, mean: int, decod
     said = [note for note in notes if "documents are short" in note]
     assert bool(said) == (mean < 40)
     assert not said or "of the text" in said[0]
+
+
+def test_two_sentinels_suffice_for_documents_of_one_token(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "ends", np.uint16) as builder:
+        for _ in range(100):
+            builder.add_document(np.array([EOD]))
+    first, last = TEXT + 1, TEXT + 2
+    (data, _, _), notes = build_train_valid_test_datasets(
+        str(tmp_path / "ends"), "1", Objective(convention="cpm"), 8, None, Specials(EOD, TEXT, (first, last)), 1, TEXT
+    )
+    sample = data[3]
+    assert numbers(sample, "encoder")[0] == numbers(sample, "decoder")[0] == first
+    assert [*numbers(sample, "decoder")[1:2], *numbers(sample, "labels")[:2]] == [EOD, EOD, last]
+    assert any("50.0% of the text is still dropped" in note for note in notes)
 
 
 def test_ordinary_documents_have_the_plan_of_t5(prefix: str) -> None:
