@@ -122,7 +122,7 @@ def _communication(
 def _all_bucket_bytes(config: Config, resolved: Resolved, shapes: Shapes) -> float:
     """Return the bytes of the buckets of DeepSpeed's ZeRO. Its ZeRO 1 sums bf16 gradients in fp32 without one."""
     sums_in_fp32 = resolved.zero_stage == 1 and resolved.precision == "bf16"
-    if sums_in_fp32 or not _uses_deepspeed_zero(resolved):
+    if sums_in_fp32 or not _deepspeed_zero(resolved):
         return 0.0
     default_overlap = resolved.zero_stage == 3 and shapes.accelerated
     overlap_comm = resolved.deepspeed["zero_optimization"].get("overlap_comm", default_overlap)
@@ -131,9 +131,9 @@ def _all_bucket_bytes(config: Config, resolved: Resolved, shapes: Shapes) -> flo
     return buffers * _bucket_bytes(resolved, shapes.width)
 
 
-def _uses_deepspeed_zero(resolved: Resolved) -> bool:
-    """Return whether DeepSpeed's ZeRO, not tds' DistributedOptimizer, shards the optimizer."""
-    return resolved.zero_stage > 0 and not resolved.distributed_optimizer
+def _deepspeed_zero(resolved: Resolved) -> int:
+    """Return the stage of DeepSpeed's ZeRO; 0 if there is none, or tds' DistributedOptimizer shards the optimizer."""
+    return 0 if resolved.distributed_optimizer else resolved.zero_stage
 
 
 def _bucket_bytes(resolved: Resolved, width: int) -> float:
@@ -175,10 +175,10 @@ class _StepMemory:
             _, self.gradients, self.optimizer = state_bytes(self.trained, config, resolved, replicas)
         self.has_earlier_gradients = gas > num_in_flight / p.chunks
         # Gradients stay between steps with DeepSpeed's ZeRO 3, and sums in fp32 with its ZeRO 1.
-        zero = resolved.zero_stage if _uses_deepspeed_zero(resolved) else 0
-        gradients_stay = zero == 3 or (zero == 1 and resolved.precision == "bf16")
+        self.deepspeed_zero = _deepspeed_zero(resolved)
+        gradients_stay = self.deepspeed_zero == 3 or (self.deepspeed_zero == 1 and resolved.precision == "bf16")
         self.held_gradients = self.gradients if self.has_earlier_gradients or gradients_stay else 0.0
-        self.launched = max(BUCKET_BYTES, BYTES_PER_REPLICA * replicas)  # minimum bytes of a bucket of gradients
+        self.bucket_bytes = max(BUCKET_BYTES, BYTES_PER_REPLICA * replicas)  # minimum size of a bucket of gradients
         micro_batch_bytes = kept_bytes(self.shapes, self.layers)
         self.kept_activations = num_in_flight * micro_batch_bytes / p.chunks
         self.kept_activations += shared_table_bytes(self.shapes, self.layers)
@@ -205,8 +205,7 @@ class _StepMemory:
     def loss(self) -> Memory:
         """Return the memory while the loss of the last micro-batch in flight is computed."""
         # DeepSpeed's ZeRO 1 and 2 allocate their bucket with the first gradient. ZeRO 2 frees it in each micro-batch.
-        zero = self.resolved.zero_stage if _uses_deepspeed_zero(self.resolved) else 0
-        bucket_comes_later = zero == 2 or (zero == 1 and not self.has_earlier_gradients)
+        bucket_comes_later = self.deepspeed_zero == 2 or (self.deepspeed_zero == 1 and not self.has_earlier_gradients)
         communication = 0.0 if bucket_comes_later else self.communication
         logits = self.pending_logits + self.logits + self.loss_temporaries
         return self._memory(self.held_gradients, communication, self.kept_activations, logits)
@@ -214,15 +213,14 @@ class _StepMemory:
     def backward(self, index: int) -> Memory:
         """Return the memory in a layer's backward pass: earlier layers have activations, later ones have gradients."""
         shapes = self.shapes
-        layers = self.layers
-        kept_activations = self.kept_activations - kept_bytes(shapes, layers[index + 1 :])
-        remaining = count_layers(layers[: index + 1], self.config).held
+        kept_activations = self.kept_activations - kept_bytes(shapes, self.layers[index + 1 :])
+        remaining = count_layers(self.layers[: index + 1], self.config).held
         gradients = self.held_gradients or self.gradients * (1 - remaining / self.stage.count.held)
         if self.resolved.distributed_optimizer:  # it allocates a whole bucket of gradients with the first of them
-            gradients = min(self.gradients, gradients + self.launched)
-        largest_matrix = count_layers([layers[index]], self.config).largest
-        working = backward_working(shapes, layers[index]) + largest_matrix * shapes.width
-        working += recomputed_bytes(shapes, layers) + self._partition_of_micro_batch()
+            gradients = min(self.gradients, gradients + self.bucket_bytes)
+        largest_matrix = count_layers([self.layers[index]], self.config).largest
+        working = backward_working(shapes, self.layers[index]) + largest_matrix * shapes.width
+        working += recomputed_bytes(shapes, self.layers) + self._partition_of_micro_batch()
         return self._memory(gradients, self.communication, kept_activations, self.pending_logits, working)
 
     def _partition_of_micro_batch(self) -> float:
@@ -245,10 +243,10 @@ class _StepMemory:
     def reduction(self) -> Memory:
         """Return the memory while gradients are reduced, when no activations are left."""
         buffers = 0.0
-        if _uses_deepspeed_zero(self.resolved):
+        if self.deepspeed_zero:
             buffers = self._copied_by_deepspeed()
         elif self.replicas > 1 and not self.resolved.zero_stage:
-            buffers = min(self.gradients, self.launched + self.stage.count.largest * self.shapes.width)
+            buffers = min(self.gradients, self.bucket_bytes + self.stage.count.largest * self.shapes.width)
         elif self.replicas > 1 and not self.shapes.accelerated:
             buffers = self.weights  # gloo copies all weights while it gathers them
         return self._memory(self.gradients, self.communication + buffers)
@@ -304,7 +302,7 @@ class _StepMemory:
 
         With DeepSpeed's ZeRO, the gradients are one tensor. ZeRO 2 and 16-bit runs have freed other copies then.
         """
-        if not (_uses_deepspeed_zero(self.resolved) and self.config.optim.weight_decay):
+        if not (self.deepspeed_zero and self.config.optim.weight_decay):
             return copied_bytes
         decayed_bytes = max(self.shapes.width, 4) * self.trained.held / self.replicas
         if self.resolved.zero_stage == 2 or self.shapes.width < 4:
@@ -318,7 +316,7 @@ def _copied_in_step(elements: int, replicas: int, resolved: Resolved, shapes: Sh
     ZeRO 1 and 2 copy the gradients of a rank's share to fp32, and flatten 16-bit ones before: ZeRO 1 only without
     replicas.
     """
-    if not _uses_deepspeed_zero(resolved):
+    if not _deepspeed_zero(resolved):
         return 0.0
     share = elements / replicas
     if resolved.zero_stage == 3:
