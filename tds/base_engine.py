@@ -26,7 +26,7 @@ from .module_changes import KnownModel
 from .neighbours import Neighbours
 from .observers import Observers
 from .optimizer_state import drop_skipped_gradients
-from .optimizers import refuse_closures, skip_step
+from .optimizers import refuse_closures, refuse_foreign, skip_step
 from .param_replicas import replica_squared_norm
 from .patches import is_reduction_replaced
 from .pipe import tied_weights
@@ -104,6 +104,7 @@ class Engine(ExtendedEngine):
             client_optimizer = client_optimizer(model_parameters)
         self.known_model  # noqa: B018  # records the model now
         refuse_closures(client_optimizer)
+        refuse_foreign(self.module, client_optimizer)
         refuse_quantization_on_cpus(self)
         self._sum_gradients_in_fp64()
         if self.zero_optimization_stage() == 3:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ._deepspeed import DeepSpeedEngine, on_cpu
 from .clip import clip
@@ -52,6 +52,20 @@ def use_torch_on_cpu() -> Iterator[list[str]]:
         yield notes
     finally:
         DeepSpeedEngine._configure_basic_optimizer = original
+
+
+def refuse_foreign(module: nn.Module, optimizer: Any) -> None:
+    """Raise ValueError if `optimizer` steps weights, but none of `module`, for example those of an earlier copy.
+
+    A stage without trainable weights may have an optimizer of any weights.
+    """
+    stepped = {p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
+    trainable = [p for p in module.parameters() if p.requires_grad]
+    if stepped and trainable and stepped.isdisjoint(module.parameters()):
+        raise ValueError(
+            "the optimizer steps no weight of the model, so the model would not learn: create it from "
+            "model.parameters() of the model that tds.initialize() gets"
+        )
 
 
 def refuse_closures(optimizer: Any) -> None:

@@ -37,6 +37,8 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
         with quietly(), share_deepspeed_groups(lambda: self._topo):  # the constructor below sets `_topo`
             super().__init__(layers, *args, **kwargs)
         del self._example  # only the partition needed it; it may be large
+        if self.activation_checkpoint_interval < 0:
+            raise ValueError("activation_checkpoint_interval must be a number of layers, or 0 to recompute nothing")
 
     def forward(self, inputs: Any, chunk: int = 0) -> Any:
         """Run the layers of one chunk of this stage."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.config import get_pipeline_config
 
 from ._torch import keep_saved_tensors
 from .boundary import Contract, check_match, read_contract
@@ -20,12 +21,27 @@ from .queues import has_message_queues, receives_ahead
 from .schedule import Backward, BackwardInput, Plan, Schedule, ScheduleError, find_schedule, forward_only, make_plan
 from .timetable import check_plan
 
+# Types of the settings in the section "pipeline" of a ds_config.
+PIPELINE_SETTINGS: dict[str, Any] = {
+    "schedule": str,
+    "extra_warmup": int,
+    "timeout": int | float,
+    "overlap_grad_reduce": bool,
+    "use_reentrant": bool,
+    **dict.fromkeys(get_pipeline_config({}), object),  # DeepSpeed's own
+}
+
 
 def checked_schedule(engine: Any, settings: Mapping[str, Any], chunks: int) -> Schedule:
     """Return the schedule that `settings`, the section "pipeline" of the ds_config, names.
 
     Raises ValueError for invalid settings.
     """
+    for key, value in settings.items():
+        if not isinstance(value, PIPELINE_SETTINGS.get(key, ())):
+            raise ValueError(
+                f'"pipeline" in the ds_config has {key!r}: {value!r}; its settings are {PIPELINE_SETTINGS}'
+            )
     _refuse_settings(engine, settings, chunks)
     schedule = find_schedule(settings, chunks)
     prove_no_deadlock(schedule, engine, chunks)

@@ -758,6 +758,20 @@ def _closures() -> None:
             tds.initialize(model=model, model_parameters=model.parameters(), config=named)
 
 
+def _foreign() -> None:
+    config = {"train_micro_batch_size_per_gpu": 4}
+    for stage in (0, 1):
+        for wrap in (lambda inner: inner, tds.DistributedOptimizer, lambda inner: lambda _: inner):
+            optimizer = wrap(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+            settings = config | {"zero_optimization": {"stage": stage}}
+            with pytest.raises(ValueError, match="weight"):
+                tds.initialize(model=nn.Linear(2, 2), optimizer=optimizer, config=settings)
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    on_ranks(1, _foreign)
+
+
 def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
     on_ranks(1, _closures)
 
