@@ -1,9 +1,8 @@
 """Formulas for the bytes of activations that layers keep from the forward to the backward pass.
 
 The formulas count the tensors that the autograd functions of `megatron` save for the backward pass. For comparison:
-Korthikanti et al. 2022 give formulas for Megatron-LM's layers. The layers of `megatron` keep less if a function has a
-custom backward pass. They keep more on a CPU, where a dropout mask has the dtype of the activations.
-In the code, e is the number of bytes per element.
+Korthikanti et al. 2022 give formulas for Megatron-LM's layers. Functions with a custom backward pass keep less. On a
+CPU, dropout masks have the dtype of the activations. In the code, e is the number of bytes per element.
 """
 
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ def _attention(shapes: Shapes, queries: int, keys: int, query_length: int, key_l
     fused kernel. It keeps tensors of the size of the attention scores instead of the statistics.
     queries, keys: number of query tokens and of key tokens in a micro-batch.
     query_length, key_length: number of query tokens and of key tokens in one sequence.
-    has_bias: True if a relative-position bias is added to the scores.
+    has_bias: True if a relative-position bias, which all samples of the batch share, is added to the scores.
     """
     config = shapes.config
     m = config.model
@@ -35,10 +34,12 @@ def _attention(shapes: Shapes, queries: int, keys: int, query_length: int, key_l
     if context == 1 and (queries != keys or query_length != key_length):
         key_size = query_size
     query_bytes = queries * query_size * e
-    qkv_bytes = 0.0 if "qkv" in m.recompute_modules else (queries * query_size + 2 * keys * key_size) * e
-    kept = qkv_bytes
+    qkv_numbers = 0.0 if "qkv" in m.recompute_modules else queries * query_size + 2 * keys * key_size
+    # Recomputed queries, keys and values may not be copied to fp32; --checkpoint-attention does not keep the copies.
+    attention_width = shapes.matmul_width if qkv_numbers and not m.checkpoint_attention else e
+    kept = qkv_numbers * attention_width
     if m.qk_norm:
-        kept += qkv_bytes  # the projection, in which the norms' inputs lie
+        kept += qkv_numbers * e  # the projection, in which the norms' inputs lie
         kept += (queries * query_size + keys * key_size) / m.head_size * 4  # an fp32 statistic for each head and token
     kept += query_bytes  # the output has the size of the queries; the output projection keeps it as its input
     has_window = m.sliding_window is not None and m.sliding_window < key_length
@@ -54,14 +55,15 @@ def _attention(shapes: Shapes, queries: int, keys: int, query_length: int, key_l
         if not in_slices:
             kept += 2 * keys * context * key_size * e  # keys and values of all ranks
         num_scores *= _visible_share(context)
-    bias_bytes = heads * query_length * key_length * e if has_bias else 0.0  # all samples of the batch share the bias
+    bias_bytes = heads * query_length * key_length * attention_width if has_bias else 0.0
     if m.checkpoint_attention:  # scores and statistics are recomputed
         return kept + bias_bytes
     if m.attention_dropout and not shapes.accelerated:
         # Three tensors of scores (probabilities, dropout mask and the product of both), and the scaled queries.
-        return kept + 3 * num_scores * e + query_bytes
-    statistics_bytes = batch_size * heads * query_length * 4  # the softmax statistics are fp32
-    return kept + bias_bytes + statistics_bytes
+        return kept + (3 * num_scores + queries * query_size) * attention_width
+    if attention_width > e:
+        kept += queries * query_size * attention_width  # the output before it is rounded
+    return kept + bias_bytes + batch_size * heads * query_length * 4  # the softmax statistics are fp32
 
 
 def _visible_share(context: int) -> float:
@@ -86,11 +88,11 @@ def transformer_kept(shapes: Shapes, layer: Layer) -> float:
     e = shapes.width
     tokens = shapes.layer_tokens(layer)
     first_length, second_length = sample_lengths(shapes.config)
-    length = tokens // shapes.config.train.batch_size
+    key_length = length = tokens // shapes.config.train.batch_size
     hidden = shapes.hidden(tokens)
     # The statistics of a norm are fp32: the scale of each token, and LayerNorm's mean.
     is_rmsnorm = m.normalization == "rmsnorm"
-    statistics = tokens / shapes.sequence_shards * 4 * (1 if is_rmsnorm else 2)
+    statistics = tokens / shapes.sequence_shards * (4 if is_rmsnorm else 8)
     sub_layers = _num_sub_layers(layer)
     kept = sub_layers * (hidden + statistics)  # input and statistics of the norm of each sub-layer
     if "norm" not in m.recompute_modules:
@@ -99,7 +101,6 @@ def transformer_kept(shapes: Shapes, layer: Layer) -> float:
         kept += sub_layers * hidden * (1 if e >= 4 else 3)  # what is scaled, and a copy of the input in fp32
     if m.hidden_dropout:
         kept += sub_layers * hidden / e * shapes.mask  # a dropout mask after each sub-layer
-    key_length = length
     # A context-parallel rank has a part of the queries of each sequence, which see the keys of all ranks.
     if shapes.config.parallel.context_parallel_size > 1 and not shapes.config.is_t5:
         key_length = first_length
@@ -141,7 +142,6 @@ def _mixture_kept(shapes: Shapes, tokens: int) -> float:
     e = shapes.width
     router_width = max(e, 4)  # the router computes at least in fp32
     rows = tokens * m.experts_per_token
-    hidden_size = m.hidden_size
     hidden_bytes = shapes.hidden(tokens)
     router_input_bytes = hidden_bytes / e * router_width
     # In fp32 and fp64, the router's input is the output of the norm itself, so recomputing the norm recomputes it, too.
@@ -153,15 +153,15 @@ def _mixture_kept(shapes: Shapes, tokens: int) -> float:
     kept += router_input_bytes if m.router_jitter else 0.0  # the input without jitter
     # 16 bytes are two int64 numbers: first the router's, then the order of the rows and its inverse.
     kept += rows / shapes.sequence_shards * (16 + router_width) + rows * (16 + e)
-    kept += 2 * rows * hidden_size * e + _inner_kept(shapes, rows * m.expert_ff_size)
+    kept += 2 * rows * m.hidden_size * e + _inner_kept(shapes, rows * m.expert_ff_size)
     if shapes.config.parallel.expert_parallel_size > 1:
         kept += 16 * rows  # order and inverse of the rows that arrive from other ranks
     if m.num_shared_experts:
         if shapes.sequence_shards > 1 or router_width > e:  # else their input is the router's
-            kept += tokens * hidden_size * e
+            kept += tokens * m.hidden_size * e
         kept += _inner_kept(shapes, tokens * m.num_shared_experts * m.expert_ff_size)
         if m.shared_expert_gate:  # it multiplies the output of the shared experts
-            kept += tokens * hidden_size * e
+            kept += tokens * m.hidden_size * e
     return kept
 
 
@@ -218,9 +218,9 @@ def _dropout_working(shapes: Shapes, layer: Layer) -> float:
     batch_size = shapes.config.train.batch_size
     length = shapes.layer_tokens(layer) // batch_size
     context = shapes.config.parallel.context_parallel_size
-    visible_keys = length * context * _visible_share(context)
+    num_scores = batch_size * m.num_attention_heads / shapes.ranks * length**2 * context * _visible_share(context)
     tensors = 4 if m.checkpoint_attention else 1
-    return tensors * batch_size * m.num_attention_heads / shapes.ranks * length * visible_keys * shapes.width
+    return tensors * num_scores * shapes.matmul_width
 
 
 def _bias_working(shapes: Shapes, layer: Layer) -> float:
@@ -235,7 +235,7 @@ def _bias_working(shapes: Shapes, layer: Layer) -> float:
     length = shapes.layer_tokens(layer) // batch_size
     scores = m.num_attention_heads / shapes.ranks * length**2
     if m.attention_dropout:
-        return batch_size * scores * shapes.width
+        return batch_size * scores * shapes.matmul_width
     return 6 * scores * max(shapes.width, 4)
 
 
@@ -324,8 +324,7 @@ def shared_table_bytes(shapes: Shapes, layers: Sequence[Layer]) -> float:
     """
     config = shapes.config
     m = config.model
-    repeated = [layer for layer in layers if layer.repeated]
-    copies = len(repeated) if config.parallel.zero_stage == 3 else 1
+    copies = sum(layer.repeated for layer in layers) if config.parallel.zero_stage == 3 else 1
     length, _ = sample_lengths(config)
     total = 0.0
     is_whole = config.parallel.context_parallel_size == 1
@@ -367,9 +366,8 @@ def logits_bytes(shapes: Shapes) -> tuple[float, float]:
     """
     m = shapes.config.model
     e = shapes.width
-    ranks = shapes.ranks
     tokens = shapes.target_tokens
-    rows = padded_vocabulary(shapes.config, ranks) // ranks  # of the output weight on this rank
+    rows = padded_vocabulary(shapes.config, shapes.ranks) // shapes.ranks  # of the output weight on this rank
     extra_bytes = chunked_loss_kept(shapes)
     if extra_bytes:
         if e < 4 and not shapes.accelerated:
@@ -380,8 +378,8 @@ def logits_bytes(shapes: Shapes) -> tuple[float, float]:
     # are first copied to fp32. Tensor-parallel ranks each gather all logits.
     if "cross-entropy" in m.reference_ops:
         copies = 3 if e >= 4 else 7
-        gathered = ranks * logits if ranks > 1 else 0.0
-        return logits, copies * ranks * logits + gathered
+        gathered = shapes.ranks * logits if shapes.ranks > 1 else 0.0
+        return logits, copies * shapes.ranks * logits + gathered
     # Other cross-entropy works in fp32 on a chunk of tokens and its gradient. If the logits have columns of padding,
     # it first copies the other columns to a contiguous tensor. The last of these copies is that of the chunk before.
     columns = min(rows, m.vocab_size or rows)  # without padding, if one rank has all
@@ -389,12 +387,14 @@ def logits_bytes(shapes: Shapes) -> tuple[float, float]:
     chunk_tokens = max(1, (CE_CHUNK if shapes.accelerated else CE_CHUNK_CPU) // columns)
     chunk_bytes = min(tokens, chunk_tokens) * token_bytes
     previous_bytes = min(chunk_bytes, max(tokens - chunk_tokens, 0) * token_bytes)
-    is_padded = rows * ranks != m.vocab_size
+    is_padded = rows * shapes.ranks != m.vocab_size
     loss_bytes = (2 if is_padded else 1) * chunk_bytes + previous_bytes
     # The gradient of the output weight is allocated after the fp32 copies of the logits have been freed.
     weight_grad = rows * m.hidden_size * e
     if not shapes.accelerated and e >= 4:
         weight_grad *= 2  # oneDNN first copies the weight to column-major order
+    if shapes.matmul_width > e:  # the factors and the product in fp32, before the product is rounded
+        weight_grad = shapes.matmul_width * (tokens * rows + (tokens + rows) * m.hidden_size)
     if shapes.sequence_shards > 1:
         weight_grad += 2 * tokens * m.hidden_size * e  # the gathered input, and its gradient before the reduce-scatter
     return logits, max(loss_bytes, weight_grad) + extra_bytes

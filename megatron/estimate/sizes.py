@@ -1,14 +1,16 @@
 """Formulas for what a rank holds, without building a model: its parameters, and micro-batches in flight."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import NamedTuple
 
+import torch
+
 from tds.schedule import Backward, BackwardInput, BackwardWeight, Forward, Instruction, find_schedule
 from tds.timetable import max_in_flight
 
+from .._torch import emulates_matmul
 from ..config import Config, ModelConfig
 from ..config.fields import ConfigError
 from ..config.parallel import uses_sequence_parallel
@@ -278,16 +280,6 @@ def stages_of(config: Config) -> list[Stage]:
     return result
 
 
-def format_count(number: float) -> str:
-    """Format a number with a unit, such as 1.3 G or 345 M."""
-    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            scaled = number / size
-            # From 999.5 on, the format .3g would write 1e+03.
-            return f"{scaled:.3g} {unit}" if scaled < 999.5 else f"{math.floor(scaled)} {unit}"
-    return f"{number:.3g}"
-
-
 class StageSchedule(NamedTuple):
     """Settings that determine the order of the passes on a stage."""
 
@@ -353,6 +345,14 @@ class Shapes(NamedTuple):
     def width(self) -> int:
         """Bytes per element of an activation."""
         return DTYPE_BYTES[self.precision]
+
+    @property
+    def matmul_width(self) -> int:
+        """Bytes per element in matmuls and attention: 4 in 16 bits on a CPU that emulates matmuls, else `width`."""
+        dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self.precision)
+        if self.accelerated or dtype is None or not emulates_matmul(dtype):
+            return self.width
+        return 4
 
     @property
     def ranks(self) -> int:

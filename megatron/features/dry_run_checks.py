@@ -19,7 +19,7 @@ from ..config.command_line import with_values
 from ..config.ds_config import Resolved, resolve
 from ..config.fields import ConfigError
 from ..estimate.per_rank import rank_memory
-from ..estimate.sizes import format_count, parameters, stages_of
+from ..estimate.sizes import parameters, stages_of
 from ..ranks import device as device_module
 from ..ranks.initialize import initialize_megatron, world_size
 from ..ranks.rank_0 import print_notes, print_rank_0
@@ -27,6 +27,7 @@ from ..storage import RemotePath
 from ..timers import Timers
 from ..tokenizer import Tokenizer
 from ..training import run_folder
+from ..training.console import format_count
 from ..training.data_ranks import open_datasets
 from ..training.global_vars import publish
 from ..training.inputs import reads_corpora, require_inputs

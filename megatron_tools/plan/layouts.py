@@ -12,7 +12,8 @@ from megatron.config.command_line import with_values
 from megatron.config.ds_config import Resolved, resolve
 from megatron.config.fields import ConfigError
 from megatron.estimate.per_rank import Memory, rank_memory
-from megatron.estimate.sizes import Stage, format_count, parameters, stages_of
+from megatron.estimate.sizes import Stage, parameters, stages_of
+from megatron.training.console import format_count
 
 from .cluster import Cluster
 from .cost import DEFAULT, Efficiency, cost_of

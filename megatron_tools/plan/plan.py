@@ -16,7 +16,8 @@ from megatron.config.flags import read_flags
 from megatron.config.names import replace_renamed_flags
 from megatron.config.settings_files import parse_settings
 from megatron.config.source import new_source
-from megatron.estimate.sizes import format_count, parameters
+from megatron.estimate.sizes import parameters
+from megatron.training.console import format_count
 
 from .cluster import Cluster, load_cluster
 from .layouts import LAYOUT_SETTINGS, Layout, SearchRequest, search

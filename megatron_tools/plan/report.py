@@ -5,8 +5,9 @@ from dataclasses import asdict, fields
 
 from data_utils.cli import split_columns
 from megatron.estimate.per_rank import Memory
-from megatron.estimate.sizes import Shapes, format_count, parameters
+from megatron.estimate.sizes import Shapes, parameters
 from megatron.model.work import sample_lengths
+from megatron.training.console import format_count
 from tds.timetable import max_in_flight
 
 from ..report.timetable import instructions_of

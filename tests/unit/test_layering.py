@@ -113,6 +113,7 @@ MAY_IMPORT = {
     },
     "megatron.estimate": {
         "tds",
+        "megatron._torch",
         "megatron.config",
         "megatron.config.ds_config",
         "megatron.model",
