@@ -117,7 +117,7 @@ def check_match(contracts: Sequence[Contract]) -> None:
             if first.settings.get(key) != value:
                 raise BoundaryError(
                     f"stage {stage} runs with {key} = {value}, stage 0 with {first.settings.get(key)}; "
-                    f"give all ranks the same configuration"
+                    f"give all ranks the same configuration and list of layers"
                 )
     stages = len(contracts)
     # Virtual stage v is chunk v // stages of stage v % stages, and its outputs go to virtual stage v + 1.

@@ -183,6 +183,8 @@ def exchange_declarations(engine: Any, settings: Mapping[str, Any], chunks: int)
         "schedule": settings.get("schedule"),
         "extra_warmup": settings.get("extra_warmup"),
         "gradient_accumulation_steps": engine.micro_batches,
+        "gradient_clipping": engine.gradient_clipping(),
+        "cuts of the layers": getattr(engine.module, "cuts", None) or engine.module.parts,
         "chunks": chunks,
         "dynamic_shape": engine.dynamic_shape,
     }

@@ -131,4 +131,7 @@ def find_checkpoint(load: str) -> Path:
         path = latest_checkpoint(folder) if folder else None
         if path:
             return path
-    raise CheckpointError(f"--load {load} holds no checkpoint")
+    advice = ""
+    if (base / "model.safetensors").is_file() or (base / "model.safetensors.index.json").is_file():
+        advice = ", but a Hugging Face model: import it with tools/convert_checkpoint.py --from-hf"
+    raise CheckpointError(f"--load {load} holds no checkpoint{advice}")

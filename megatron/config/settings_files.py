@@ -97,6 +97,13 @@ class _FileSettings:
             raise ConfigError(f"{self.where}: unknown setting {brief(repr(name))}{nearest(name, [*HOME, *SECTIONS])}")
 
 
+# Setting that only another kind of file has -> what this file is, and how it is used.
+OTHER_FILES = {
+    "zero_optimization": "a ds_config: pass it as --deepspeed-config",
+    "architectures": "of a Hugging Face model: import its folder with tools/convert_checkpoint.py --from-hf",
+}
+
+
 def parse_settings(content: Mapping[str, Any], where: str) -> Source:
     """Read settings, which may have the names of this project or of another framework.
 
@@ -104,6 +111,9 @@ def parse_settings(content: Mapping[str, Any], where: str) -> Source:
     where: the file's name, for messages.
     """
     sorted_settings = _FileSettings(where)
+    for key, advice in OTHER_FILES.items():
+        if key in content:
+            raise ConfigError(f"{where} is {advice}")
     for key, value in content.items():
         if key in SECTIONS and isinstance(value, Mapping):
             for name, setting in value.items():

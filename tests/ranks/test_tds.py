@@ -295,6 +295,23 @@ def test_what_cannot_be_is_refused(stages: int, module: dict[str, Any], config: 
         on_ranks(stages, _refused, stages, module, config)
 
 
+def _differ(count: int, clipping: float) -> None:
+    import tds
+
+    stage = torch.distributed.get_rank()
+    model = tds.PipelineModule(layers(4 + count * stage), num_stages=2, loss_fn=loss_fn, partition_method="uniform")
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0 + clipping * stage}
+    tds.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
+
+
+@pytest.mark.parametrize(
+    ("differences", "message"), [((2, 0.0), "cuts of the layers"), ((0, 1.0), "gradient_clipping")]
+)
+def test_stages_that_differ_are_refused(differences: tuple[int, float], message: str) -> None:
+    with pytest.raises(RankFailure, match=f"stage 1 runs with .*{message}"):
+        on_ranks(2, _differ, *differences)
+
+
 BAD: dict[str, tuple[Any, str]] = {
     "None": (None, "stage 0, inputs of micro-batch 1: tensor 0 is NoneType; only tensors can be sent"),
     "a number": (3.5, "stage 0, inputs of micro-batch 1: tensor 0 is float"),

@@ -90,6 +90,8 @@ def test_mistakes_are_named(argv: list[str], message: str) -> None:
     ("content", "message"),
     [
         ({"model": {"hiden_size": 3}}, "section 'model' has no setting 'hiden_size'; did you mean hidden_size?"),
+        ({"zero_optimization": {"stage": 1}}, "pass it as --deepspeed-config"),
+        ({"hidden_size": 8, "architectures": ["GPT2LMHeadModel"]}, "--from-hf"),
         ({"hiden_size": 3}, "unknown setting 'hiden_size'; did you mean hidden_size?"),
         ({"model": {"hidden_size": "64"}}, "--hidden-size must be int, got '64'"),
         ({"num_layers": True}, "--num-layers must be int, got True"),
