@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from ..seeds import derive_seed, keep_random_state, seed_generators
 
@@ -35,3 +35,14 @@ class Endless(Dataset[Any]):
                 f"the dataset {type(self.dataset).__name__} has no sample {n} ({error}); it must return a sample for "
                 f"any n >= 0, as training continues after an epoch"
             ) from error
+
+
+def collate(samples: list[Any]) -> Any:
+    """Return the micro-batch of samples. Raises ValueError if they cannot be stacked, such as for other lengths."""
+    try:
+        return default_collate(samples)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"the samples of a micro-batch cannot be stacked ({error}); dataset[n] must return a dict of tensors, with "
+            "the same shapes for any n"
+        ) from error

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
+
+from .endless import collate
 
 THREADS = 4  # threads that read a remote corpus
 BATCHES_AHEAD = 8  # micro-batches that they read ahead
@@ -25,7 +27,7 @@ def read_ahead_of(dataset: Dataset[Any], sampler: Iterable[list[int]]) -> Iterat
         thread_state.dataset = pickle.loads(pickled)
 
     def read_batch(numbers: list[int]) -> Any:
-        return default_collate([thread_state.dataset[n] for n in numbers])
+        return collate([thread_state.dataset[n] for n in numbers])
 
     pool = ThreadPoolExecutor(THREADS, "read-ahead", initializer=unpickle)
     waiting = deque[Future[Any]]()

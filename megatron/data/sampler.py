@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from .endless import Endless
+from .endless import Endless, collate
 from .workers import block_signals, exit_with_parent, kill_workers_at_exit
 
 
@@ -75,6 +75,7 @@ def build_loader(
     return _Loader(
         endless,
         batch_sampler=sampler,
+        collate_fn=collate,
         num_workers=num_workers,
         # Unlike forked workers, spawned workers do not inherit threads or accelerator state. Unlike workers of a
         # forkserver, they are children of this process, so they notice when it dies.

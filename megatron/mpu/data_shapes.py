@@ -20,6 +20,8 @@ def find_problem(
     """Return why `mpu.broadcast_data` cannot send this data, tensors [...] by key; "" if it can."""
     if data is None:
         return "broadcast_data: the first rank of a model-parallel group must be given data, got None"
+    if not isinstance(data, Mapping):
+        return f"broadcast_data: the data is a {type(data).__name__}, expected a dict with {', '.join(keys)}"
     for key in keys:
         if key not in data:
             return f"broadcast_data: no {key!r} in the data, which has {', '.join(map(str, data)) or 'nothing'}"

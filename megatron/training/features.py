@@ -34,6 +34,8 @@ class Features:
                 feature.name = name
                 self.all.append(feature)
         names = set(TABLE)
+        if not isinstance(own, Sequence) or not all(isinstance(each, Feature) for each in own):
+            raise ValueError(f"features must be a list of objects of subclasses of Feature, not {own!r}")
         for feature in own:
             kind = type(feature).__name__
             feature.name = feature.name or kind
@@ -69,7 +71,9 @@ class Features:
         """Return the entries of all features; dicts of one name are merged, such as the numbers of layers."""
         entries: Entries = {}
         for each in self.all:
-            _merge_entries(entries, each.row(interval))
+            row = each.row(interval)
+            _check_entries(each.name, "row", row, allow_nan=True)
+            _merge_entries(entries, row)
         return entries
 
     def rows(self, iteration: int) -> list[Entries]:
@@ -91,7 +95,7 @@ class Features:
         for each in self.all:
             state = each.state()
             if state:
-                _check_state(each.name, state)
+                _check_entries(each.name, "state", state, allow_nan=False)
                 states[each.name] = state
         return states
 
@@ -115,13 +119,15 @@ def _close_feature(feature: Feature, kind: object, error: Any, *_: object) -> No
     feature.close(error)
 
 
-def _check_state(name: str, state: Any) -> None:
+def _check_entries(name: str, kind: str, entries: Any, allow_nan: bool) -> None:
     try:
-        json.dumps(state, allow_nan=False)
+        if not isinstance(entries, dict):
+            raise TypeError(f"it is {entries!r}, not a dict")
+        json.dumps(entries, allow_nan=allow_nan)
     except (TypeError, ValueError) as error:
         raise RunError(
-            f"the feature {name} has a state that JSON cannot hold: {error}; return numbers, texts, lists and dicts, "
-            "and None in place of infinity and NaN"
+            f"the feature {name} has a {kind} that JSON cannot hold: {error}; return numbers, texts, lists and dicts, "
+            f"and None in place of infinity and NaN"
         ) from None
 
 

@@ -42,9 +42,9 @@ def checked_datasets(task: Task, config: Config, tokenizer: Tokenizer) -> tuple[
             f"must return one"
         )
     for each in datasets:
-        if isinstance(each, IterableDataset):
+        if each is not None and (isinstance(each, IterableDataset) or not hasattr(each, "__getitem__")):
             raise ValueError(
-                f"{name}.datasets returns an IterableDataset: return data sets with dataset[n] for any n >= 0"
+                f"{name}.datasets returns a {type(each).__name__}: return data sets with dataset[n] for any n >= 0"
             )
     return cast(Datasets, tuple(datasets)), list(notes)
 

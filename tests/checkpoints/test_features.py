@@ -313,26 +313,42 @@ def test_named_validation_sets_are_evaluated_for_features_too(tmp_path: Path, ti
 
 
 class Endless(Feature):
-    """Feature whose state JSON cannot hold."""
+    """Feature whose state or row JSON cannot hold."""
+
+    def __init__(self, state: dict[str, Any], row: Any) -> None:
+        self._state = state
+        self._row = row
 
     def state(self) -> dict[str, Any]:
-        return {"best": math.inf}
+        return self._state
+
+    def row(self, interval: Any) -> dict[str, Any]:
+        return self._row  # type: ignore[no-any-return]
 
 
-def _endless(folder: str, data: str, vocab_file: str) -> str:
-    with (
-        pytest.raises(RunError) as caught,
-        make(Start("gpt2", Path(folder), FLAGS), data, vocab_file, [Endless()]) as run,
-    ):
-        train(run)
-    return str(caught.value)
+def _endless(folder: str, data: str, vocab_file: str) -> list[str]:
+    found = []
+    for state, row in ({"best": math.inf}, {}), ({}, None), ({}, {"norm": torch.ones(())}):
+        feature = Endless(state, row)
+        with (
+            pytest.raises(RunError) as caught,
+            make(Start("gpt2", Path(folder), FLAGS), data, vocab_file, [feature]) as run,
+        ):
+            train(run)
+        found.append(str(caught.value))
+    return found
 
 
-def test_a_state_that_json_cannot_hold_is_refused_at_the_first_step(
-    tmp_path: Path, tiny_data: str, vocab_file: str
-) -> None:
+def test_what_json_cannot_hold_is_refused_at_the_first_step(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     (words,) = on_ranks(1, _endless, str(tmp_path), tiny_data, vocab_file)
-    assert "Endless" in words and not list(tmp_path.glob("checkpoints/iter_*"))
+    assert ["Endless has a state" in words[0], *("Endless has a row" in each for each in words[1:])] == [True] * 3
+    assert not list(tmp_path.glob("checkpoints/iter_*"))
+
+
+@pytest.mark.parametrize("own", [[MeanNorm], MeanNorm()], ids=["a class", "one object"])
+def test_features_are_a_list_of_objects(own: Any) -> None:
+    with pytest.raises(ValueError, match="features must be a list of objects"):
+        Features(parse([]), own)
 
 
 def test_the_file_of_a_feature_can_be_imported_first() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import ChainDataset
+from torch.utils.data import ChainDataset, DataLoader
 
 from megatron import mpu
 from megatron.config.command_line import parse
@@ -112,6 +112,12 @@ class _Short(Numbers):
         return [super(_Short, self).__getitem__(i) for i in range(3)][n]
 
 
+class _Lengths(Numbers):
+    def __getitem__(self, n: int) -> dict[str, torch.Tensor]:
+        sample = super().__getitem__(n)
+        return {key: value[: len(value) - n % 2] for key, value in sample.items()}
+
+
 # Name -> (wrong methods of a task, pattern of the error message). Names with "pp 1" run with one pipeline stage.
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "loss of many": (
@@ -142,7 +148,15 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a stream": (
         {"datasets": lambda s, config, tokenizer: ((ChainDataset([]), None, None), [])},
-        "^Mine.datasets returns an IterableDataset: return data sets with dataset",
+        "^Mine.datasets returns a ChainDataset: return data sets with dataset",
+    ),
+    "a loader": (
+        {"datasets": lambda s, config, tokenizer: ((DataLoader(Numbers()), None, None), [])},
+        "^Mine.datasets returns a DataLoader: return data sets with dataset",
+    ),
+    "lengths": (
+        {"datasets": lambda s, config, tokenizer: ((_Lengths(), None, None), [])},
+        "^the samples of a micro-batch cannot be stacked .*the same shapes for any n",
     ),
     "no notes": (
         {"datasets": lambda s, config, tokenizer: (Numbers(), None, None)},
