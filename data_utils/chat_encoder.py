@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from megatron.tokenizer.base import WHITE_SPACE, Tokenizer, any_name_pattern
 
-from .chat_templates import BEGIN, END, JinjaTemplate, Message, Piece, Template
+from .chat_templates import BEGIN, END, PLACEHOLDER, JinjaTemplate, Message, Piece, Template
 
 
 class _TokenBuffer:
@@ -150,26 +150,32 @@ def missing_chatml_tokens(template: Template, tokenizer: Tokenizer) -> list[str]
 
 
 def ignores_generation_prompt(template: Template) -> bool:
-    """Return whether the template ignores add_generation_prompt, so that prompts lack the assistant header."""
-    question = [Message("user", "a")]
+    """Return whether the template ignores add_generation_prompt, so that prompts lack the assistant header.
+
+    Templates without such a header, or with the header in the user's turn, have nothing to add to a prompt.
+    """
+    question = Message("user", "a")
     if not isinstance(template, JinjaTemplate):
         return False
     try:
-        prompt = template.render(question, add_generation_prompt=True)
-        return prompt == template.render(question, add_generation_prompt=False)
+        prompt = template.render([question], add_generation_prompt=True)
+        if prompt != template.render([question], add_generation_prompt=False):
+            return False
+        conversation = template.render([question, Message("assistant", PLACEHOLDER)], add_generation_prompt=False)
     except ValueError:  # the template rejects a question without a system prompt
         return False
+    header = conversation.partition(PLACEHOLDER)[0].removeprefix(prompt)
+    return bool(header.strip())
 
 
 def turn_end(template: Template, tokenizer: Tokenizer) -> int | None:
-    """Return the id of the token that ends an assistant's turn, or None if plain text ends the turn."""
-    conversation = [Message("user", "a"), Message("assistant", "a")]
-    # Blocks may leave out the token that ends the turn.
+    """Return the id of the token that ends an assistant's turn, or None if plain text ends the turn.
+
+    If several tokens follow an answer, as in Phi-3, the first of them ends the turn, and the others the conversation.
+    """
+    after = END
     if isinstance(template, JinjaTemplate):
-        pieces = template.turns(conversation)
-    else:
-        pieces = template.pieces(conversation)
-    ids, loss_mask = ChatEncoder(tokenizer, append_eod=False).encode(pieces)
-    answer_ids = list(itertools.compress(ids, loss_mask))
-    last = answer_ids[-1]
-    return last if last in tokenizer.marks.values() else None
+        conversation = [Message("user", "a"), Message("assistant", PLACEHOLDER)]
+        after = template.render(conversation, add_generation_prompt=False).rpartition(PLACEHOLDER)[2]
+    name = any_name_pattern(tokenizer.marks).match(after.lstrip())
+    return tokenizer.marks[name[0]] if name else None

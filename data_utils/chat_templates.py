@@ -11,6 +11,7 @@ text does not separate markup from contents.
 import contextlib
 import functools
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -27,6 +28,7 @@ from .jinja_sandbox import GenerationBlocks, TemplateLimitError, sandbox_environ
 DATE_FUNCTION = "strftime_now"  # function with which a Jinja template renders the current date
 PLACEHOLDER = "\u00b6said\u00b6"  # content that no template has, so the rest of a rendered text is markup
 ROLES = ("system", "user", "assistant")
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # names of one field, as for transformers
 BEGIN, END = "<|im_start|>", "<|im_end|>"  # ChatML's tokens around a turn
 # Roles of special tokens whose names a template may use as variables.
 TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -49,8 +51,13 @@ class Message(NamedTuple):
         return {key: value for key, value in self.entry.items() if key not in ("role", "content")}
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the turn as an object with all its keys, in the order of its record."""
-        return {**self.entry, "role": self.role, "content": self.content}
+        """Return the turn as an object with all its keys, and with its reasoning under the names that templates use."""
+        entry = dict(self.entry)
+        for key in REASONING_KEYS:
+            if entry.get(key) is not None:
+                entry = {"thinking": entry[key], **entry, "reasoning_content": entry[key]}
+                break
+        return {**entry, "role": self.role, "content": self.content}
 
 
 class Piece(NamedTuple):
@@ -90,7 +97,8 @@ class Template(Protocol):
 def refuse_unrendered(entry: Mapping[str, Any], template: str) -> None:
     """Raise ValueError for a key that the source `template` does not name, unless its value is null or empty."""
     for key, value in entry.items():
-        if key not in template and value not in (None, "", [], {}):
+        names = "|".join(REASONING_KEYS) if key in REASONING_KEYS else re.escape(key)
+        if value not in (None, "", [], {}) and not re.search(rf"(?<!\w)({names})(?!\w)", template):
             raise ValueError(
                 f"{key!r} is not rendered: remove this key, write it into a message, or set another --chat-template"
             )
@@ -258,9 +266,20 @@ class JinjaTemplate:
         return lengths
 
     def prompt_pieces(self, messages: Messages) -> Pieces:
-        """Return the prompt, up to the point where the assistant's next answer begins, as one piece."""
+        """Return the prompt, up to the point where the assistant's next answer begins.
+
+        Earlier answers are pieces as in training, where no token lies across the end of a prompt, unless the template
+        renders them otherwise in a prompt.
+        """
         self._refuse_names(messages)
-        return (Piece(self.render(messages, add_generation_prompt=True)),)
+        rendered = self.render(messages, add_generation_prompt=True)
+        trained: Pieces = ()
+        with contextlib.suppress(ValueError):  # a prompt without answers, or a template that allows no training
+            trained = self.pieces(messages)
+        text = "".join(piece.text for piece in trained)
+        if not rendered.startswith(text):
+            return (Piece(rendered),)
+        return *trained, Piece(rendered[len(text) :])
 
     def _refuse_names(self, messages: Messages) -> None:
         """Raise ValueError for a message with keys that the template ignores, or with the name of a special token."""

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_utils import chats, cli, inspect_data, preprocess_data
-from data_utils.chat_encoder import ChatEncoder, missing_chatml_tokens, turn_end
+from data_utils.chat_encoder import ChatEncoder, ignores_generation_prompt, missing_chatml_tokens, turn_end
 from data_utils.chat_templates import ChatML, Message, load_template, parse_messages, template_from
 from data_utils.chats import messages_of
 from data_utils.indexed_writer import IndexedDatasetBuilder
@@ -146,6 +146,48 @@ def test_a_turn_ends_with_its_token_even_if_a_block_leaves_it_out(hf_tokenizer: 
         assert turn_end(template, tokenizer) == tokenizer.marks["<|im_end|>"]
 
 
+PLAIN = CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+
+
+@pytest.mark.parametrize("ending", ["{{ '<|endoftext|>' }}", "{% if add_generation_prompt %}<think>\n{% endif %}"])
+def test_a_turn_ends_with_the_first_token_after_the_answer(hf_tokenizer: Path, ending: str) -> None:
+    """Phi-3's template ends the conversation with another token. Those of R1 and QwQ open a thought in the prompt."""
+    pytest.importorskip("jinja2")
+    tokenizer = load_tokenizer(str(hf_tokenizer))
+    template = template_from(PLAIN + ending, tokenizer, str(hf_tokenizer))
+    assert turn_end(template, tokenizer) == tokenizer.marks["<|im_end|>"]
+
+
+@pytest.mark.parametrize("source", [PLAIN, CHATML])
+def test_a_later_prompt_has_the_ids_of_training(tmp_path: Path, source: str) -> None:
+    """The header ends with two line breaks, which are one token only if no text follows."""
+    pytest.importorskip("jinja2")
+    path = str(tmp_path / "tokenizer.json")
+    train_byte_bpe(["a\n\n\n\n"] * 9, path, 261, "hf", ["<|im_start|>", "<|im_end|>"])
+    tokenizer = load_tokenizer(path)
+    for header in ("message['role'] + '\\n", "assistant\\n"):
+        source = source.replace(header, header + "\\n")
+    template = template_from(source, tokenizer, path)
+    encoder = ChatEncoder(tokenizer, append_eod=False)
+    trained, _ = encoder.encode(template.pieces(parse_messages(CHAT)))
+    prompt, _ = encoder.encode(template.prompt_pieces(parse_messages(CHAT[:4])))
+    assert len(prompt) > 20 and prompt == trained[: len(prompt)]
+
+
+@pytest.mark.parametrize("given", ["reasoning_content", "thinking", "reasoning"])
+@pytest.mark.parametrize("read", ["reasoning_content", "thinking"])
+def test_reasoning_has_three_names(hf_tokenizer: Path, given: str, read: str) -> None:
+    pytest.importorskip("jinja2")
+    source = (
+        "{% for m in messages %}{{ m.role }}{% if m.@ is defined %}({{ m.@ }}){% endif %}{{ m.content }}{% endfor %}"
+    )
+    template = template_from(source.replace("@", read), load_tokenizer(str(hf_tokenizer)), str(hf_tokenizer))
+    turns = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4", given: "two and two"}]
+    assert "".join(piece.text for piece in template.pieces(parse_messages(turns))) == "user2+2?assistant(two and two)4"
+    with pytest.raises(ValueError, match="'tent' is not rendered"):  # a part of `content`
+        template.pieces(parse_messages([{**turns[1], "tent": "x"}]))
+
+
 def test_a_conversation_in_which_nothing_is_marked_is_refused(hf_tokenizer: Path, tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
     (tmp_path / "t.jinja").write_text(BLOCKS["the last turn"])
@@ -164,8 +206,9 @@ def test_a_block_at_an_unknown_place_is_refused(hf_tokenizer: Path) -> None:
     template = template_from(source, tokenizer, str(hf_tokenizer))
     with pytest.raises(ValueError, match="generation"):
         template.pieces(parse_messages(CHAT))
+    (prompt,) = template.prompt_pieces(parse_messages(CHAT[:4]))  # a prompt needs no places
     expected = template_from(CHATML, tokenizer, str(hf_tokenizer)).prompt_pieces(parse_messages(CHAT[:4]))
-    assert template.prompt_pieces(parse_messages(CHAT[:4])) == expected  # a prompt needs no places
+    assert prompt.text == "".join(piece.text for piece in expected)
 
 
 TOOLS = (
@@ -537,6 +580,17 @@ def test_an_answer_that_begins_with_white_space_is_tokenized_as_generation_meets
         assert ids[: len(prompt)] == prompt
         assert not any(counts[: len(prompt)])
         assert counts[len(prompt)]
+
+
+def test_templates_without_assistant_header_do_not_ignore_add_generation_prompt(hf_tokenizer: Path) -> None:
+    """Mistral's has no header. Yi's has the header in the turn of the user."""
+    pytest.importorskip("jinja2")
+    header = "<|im_start|>assistant\n"
+    for before, after in (("[INST]", "[/INST] "), ("<|im_start|>user\n", f"<|im_end|>\n{header}")):
+        source = "{% for m in messages %}{% if m.role == 'user' %}" + before + "{{ m.content }}" + after
+        source += "{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+        template = template_from(source, load_tokenizer(str(hf_tokenizer)), str(hf_tokenizer))
+        assert not ignores_generation_prompt(template)
 
 
 @pytest.mark.parametrize(
