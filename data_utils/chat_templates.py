@@ -30,8 +30,6 @@ PLACEHOLDER = "\u00b6said\u00b6"  # content that no template has, so the rest of
 ROLES = ("system", "user", "assistant")
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # names of one field, as for transformers
 BEGIN, END = "<|im_start|>", "<|im_end|>"  # ChatML's tokens around a turn
-# Roles of special tokens whose names a template may use as variables.
-TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Message(NamedTuple):
@@ -52,9 +50,10 @@ class Message(NamedTuple):
 
     def as_dict(self) -> dict[str, Any]:
         """Return the turn as an object with all its keys, and with its reasoning under the names that templates use."""
-        entry = dict(self.entry)
+        # Templates handle a missing key, but may write "None" for a null value.
+        entry = {key: value for key, value in self.entry.items() if value is not None}
         for key in REASONING_KEYS:
-            if entry.get(key) is not None:
+            if key in entry:
                 entry = {"thinking": entry[key], **entry, "reasoning_content": entry[key]}
                 break
         return {**entry, "role": self.role, "content": self.content}
@@ -309,9 +308,11 @@ class JinjaTemplate:
         except ValueError:  # the template rejects a conversation of only two messages
             return self._marks
         # All markup around the user, and what follows the answer of the assistant.
-        delimiters = question_text + conversation.rpartition(PLACEHOLDER)[2]
-        with contextlib.suppress(ValueError):  # some templates reject system messages
+        delimiters = conversation.rpartition(PLACEHOLDER)[2]
+        try:  # with a system message, since the words of a default one may name tokens that delimit nothing
             delimiters += self.render([system, question], add_generation_prompt=False)
+        except ValueError:  # some templates reject system messages
+            delimiters += question_text
         names = {*self._tokenizer.specials, *self._marks.findall(delimiters)}
         # The first token that the template adds for the answer.
         opening = self._marks.search(prompt.removeprefix(question_text))
@@ -382,7 +383,7 @@ def _build_template(source: str, tokenizer: Tokenizer, vocab_file: str, now: dat
     if source == ChatML.source:
         return ChatML()
     path = find_vocab_file(vocab_file)
-    return JinjaTemplate(source, tokenizer, special_token_names(tokenizer, path, TOKEN_KEYS), now)
+    return JinjaTemplate(source, tokenizer, special_token_names(tokenizer, path), now)
 
 
 def tokenizer_template(vocab_file: str) -> str | None:

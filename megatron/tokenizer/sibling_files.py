@@ -1,6 +1,6 @@
 """Reading of the Hugging Face files next to a vocabulary file, such as tokenizer_config.json."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,12 @@ def read_roles(path: Path) -> dict[str, Any]:
     settings = read_tokenizer_config(path)
     if "added_tokens_decoder" not in settings:
         settings |= _read_beside(path, TOKENS_MAP)
-    return {key: token for key, token in settings.items() if key.endswith("_token")}
+    roles = {key: token for key, token in settings.items() if key.endswith("_token") and not key.startswith("add_")}
+    for key in ("extra_special_tokens", "model_specific_special_tokens"):  # with roles of one's own, such as eot_token
+        named = settings.get(key)
+        if isinstance(named, dict):
+            roles |= named
+    return roles
 
 
 def find_contradiction(tokenizer: Tokenizer, path: Path, id_of: Callable[[str], int | None]) -> str:
@@ -104,14 +109,14 @@ def special_token_roles(tokenizer: Tokenizer, path: Path) -> dict[str, Any]:
     return roles | read_roles(path)
 
 
-def special_token_names(tokenizer: Tokenizer, path: Path, keys: Iterable[str]) -> dict[str, str]:
-    """Return role -> name of its token for the roles `keys` that `special_token_roles` sets.
+def special_token_names(tokenizer: Tokenizer, path: Path) -> dict[str, str]:
+    """Return role -> name of its token for the roles that `special_token_roles` sets.
 
     Raises TokenizerError if a value is neither a string nor a token object.
     """
     roles = special_token_roles(tokenizer, path)
     names = {}
-    for key in keys:
+    for key in roles:
         name = role_name(path, key, roles)
         if name is not None:
             names[key] = name

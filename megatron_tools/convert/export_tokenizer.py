@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data_utils.chat_encoder import missing_chatml_tokens, turn_end
-from data_utils.chat_templates import TOKEN_KEYS, ChatML, has_unrecorded_date, template_of_corpus, tokenizer_template
+from data_utils.chat_templates import ChatML, has_unrecorded_date, template_of_corpus, tokenizer_template
 from data_utils.cli import write_json
 from data_utils.sidecars import chat_corpora
 from megatron.config import Config
@@ -19,8 +19,8 @@ from megatron.tokenizer.sibling_files import (
     TEMPLATE,
     TOKEN_FILES,
     make_placeholder,
-    read_token_name,
     read_tokenizer_config,
+    special_token_names,
 )
 
 from .export_roles import DROPPED_KEYS, tokenizer_class_entries, tokenizer_settings
@@ -124,8 +124,7 @@ def write_tokenizer(
             (folder / file_name).write_bytes(source.read_bytes())
     notes = _write_template(folder, tokenizer, chat)
     # Chat templates use variables such as bos_token. transformers takes their values from tokenizer_config.json.
-    for key in TOKEN_KEYS:
-        token = read_token_name(vocab_path, key)
+    for key, token in special_token_names(base_tokenizer, vocab_path).items():
         if token in base_tokenizer.marks and key in (chat.template or ""):
             tokenizer_config[key] = token
     write_json(folder / SETTINGS, tokenizer_config)

@@ -174,6 +174,40 @@ def test_a_later_prompt_has_the_ids_of_training(tmp_path: Path, source: str) -> 
     assert len(prompt) > 20 and prompt == trained[: len(prompt)]
 
 
+def test_templates_get_no_null_values(hf_tokenizer: Path) -> None:
+    """Each row of a parquet file has all keys. transformers leaves out those that are null, too."""
+    pytest.importorskip("jinja2")
+    source = "{% for m in messages %}{{ m.role }}{% if m.calls is defined %}{{ m.calls }}{% endif %}{{ m.content }}"
+    template = template_from(source + "{% endfor %}", load_tokenizer(str(hf_tokenizer)), str(hf_tokenizer))
+    turns = [{"role": "user", "content": "a", "calls": None}, {"role": "assistant", "content": "b", "calls": None}]
+    assert "".join(piece.text for piece in template.pieces(parse_messages(turns))) == "useraassistantb"
+
+
+def test_words_of_a_default_system_prompt_do_not_forbid_tokens(hf_tokenizer: Path) -> None:
+    pytest.importorskip("jinja2")
+    thought = "<|im_start|>"  # stands for <think>, which the words of the prompt name
+    source = "{% if messages[0].role != 'system' %}Think in " + thought + ".{% endif %}"
+    source += "{% for m in messages %}{{ m.role }}{{ m.content }}<|im_end|>{% endfor %}"
+    tokenizer = load_tokenizer(str(hf_tokenizer))
+    tokenizer.specials = {"<|im_end|>": tokenizer.marks["<|im_end|>"]}
+    template = template_from(source, tokenizer, str(hf_tokenizer))
+    turns = [CHAT[1], {"role": "assistant", "content": f"{thought}Hm. Paris."}]
+    assert "".join(piece.text for piece in template.pieces(parse_messages(turns))).endswith("Hm. Paris.<|im_end|>")
+
+
+@pytest.mark.parametrize("key", ["extra_special_tokens", "model_specific_special_tokens", None])
+def test_templates_get_the_roles_of_a_tokenizer(hf_tokenizer: Path, tmp_path: Path, key: str | None) -> None:
+    pytest.importorskip("jinja2")
+    roles = {"eot_token": "<|im_end|>"}
+    (tmp_path / "tokenizer.json").write_text((hf_tokenizer / "tokenizer.json").read_text())
+    settings = {"eos_token": "<|endoftext|>", "add_bos_token": False, **({key: roles} if key else roles)}
+    source = "{% for m in messages %}{{ m.role }}{{ m.content }}{{ eot_token }}{% endfor %}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": source}))
+    template = load_template("tokenizer", load_tokenizer(str(tmp_path)), str(tmp_path))
+    text = "".join(piece.text for piece in template.pieces(parse_messages(CHAT[1:3])))
+    assert text.endswith("assistantParis.<|im_end|>")
+
+
 @pytest.mark.parametrize("given", ["reasoning_content", "thinking", "reasoning"])
 @pytest.mark.parametrize("read", ["reasoning_content", "thinking"])
 def test_reasoning_has_three_names(hf_tokenizer: Path, given: str, read: str) -> None:
