@@ -49,7 +49,11 @@ class Message(NamedTuple):
         return {key: value for key, value in self.entry.items() if key not in ("role", "content")}
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the turn as an object with all its keys, and with its reasoning under the names that templates use."""
+        """Return the turn as an object with all its keys, in the order of its record."""
+        return {**self.entry, "role": self.role, "content": self.content}
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the turn as templates of transformers get it, with its reasoning under both names that they use."""
         # Templates handle a missing key, but may write "None" for a null value.
         entry = {key: value for key, value in self.entry.items() if value is not None}
         for key in REASONING_KEYS:
@@ -323,7 +327,7 @@ class JinjaTemplate:
     def render(self, messages: Messages, add_generation_prompt: bool) -> str:
         """Return the rendered conversation; add_generation_prompt: end it where the assistant's next answer begins."""
         values = {
-            "messages": [message.as_dict() for message in messages],
+            "messages": [message.for_template() for message in messages],
             "add_generation_prompt": add_generation_prompt,
             **self._variables,
         }

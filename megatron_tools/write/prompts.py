@@ -14,6 +14,7 @@ from data_utils.chat_templates import (
     has_unrecorded_date,
     load_template,
     parse_messages,
+    refuse_unrendered,
     template_from,
     template_of_corpus,
     tokenizer_template,
@@ -125,6 +126,8 @@ def read_prompts(args: argparse.Namespace) -> Iterator[Prompt]:
     if args.input:
         with open(args.input, encoding="utf-8-sig") as file:
             for line_number, line in enumerate(file, 1):
+                if args.chat and not line.strip():
+                    continue  # as with --interactive
                 yield _parse_input_line(line, args.chat, f"{args.input}, line {line_number}")
     elif args.interactive:
         while line := _read_line():
@@ -155,8 +158,9 @@ def _as_prompt(text: str, chat: bool) -> Prompt:
 
 def _parse_input_line(line: str, chat: bool, where: str) -> Prompt:
     """Return the prompt in a line of --input: text, or JSON with "prompt", "text" or, with --chat, "messages"."""
-    if not re.match(r'{\s*["}]', line):  # other text may begin with {, too
-        return _as_prompt(line.rstrip("\n"), chat)
+    if not re.match(r'\s*{\s*["}]', line):  # other text may begin with {, too
+        text = line.rstrip("\n")
+        return _conversation(text, {}, where) if chat else text
     # The first of these keys that the line has gives the prompt.
     keys = ["prompt", "text"]
     wanted_keys = '"prompt"'
@@ -178,9 +182,12 @@ def _parse_input_line(line: str, chat: bool, where: str) -> Prompt:
         return _conversation(value, content, where)
     if not isinstance(value, str):
         raise ValueError(f"{where}: the prompt must be text, not {format_value(value)}")
-    if isinstance(content.get("suffix"), str):
-        return Infill(value, content["suffix"])
-    return value
+    suffix = content.get("suffix")
+    if suffix is None:
+        return value
+    if not isinstance(suffix, str):
+        raise ValueError(f"{where}: the suffix must be text, not {format_value(suffix)}")
+    return Infill(value, suffix)
 
 
 def _conversation(messages: object, record: dict[str, Any], where: str) -> Prompt:
@@ -190,6 +197,7 @@ def _conversation(messages: object, record: dict[str, Any], where: str) -> Promp
     """
     try:
         refuse_unread_keys(record)
+        refuse_unrendered({"suffix": record.get("suffix")}, "")
         if isinstance(messages, str):
             return _as_prompt(messages, chat=True)
         parsed = parse_messages(messages)

@@ -266,7 +266,7 @@ def test_marks_that_are_not_special(folder: Path, tmp_path: Path) -> None:
 
 def test_lines_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "asked"
-    path.write_text('hi\n{"messages": [{"role": "user", "content": "a"}]}\n{"prompt": "b"}\n', encoding="utf-8")
+    path.write_text('hi\n{"messages": [{"role": "user", "content": "a"}]}\n\n {"prompt": "b"}\n\n', encoding="utf-8")
     turns = [Conversation((Message("user", text),)) for text in ("hi", "a", "b")]
     assert list(asking.read_prompts(flags("--chat", "--input", str(path)))) == turns
     assert asking.as_json(turns[0]) == {"messages": [{"role": "user", "content": "hi"}]}
@@ -285,6 +285,14 @@ def test_lines_of_a_file(tmp_path: Path) -> None:
     path.write_text('{"prompt": "a", "system": "b"}\n', encoding="utf-8")
     with pytest.raises(ValueError, match="line 1: 'system' is not rendered"):
         next(asking.read_prompts(flags("--chat", "--input", str(path))))
+    for line, chat in ('{"prompt": "a", "suffix": 5}', ()), ('{"prompt": "a", "suffix": "b"}', ("--chat",)):
+        path.write_text(f"{line}\n", encoding="utf-8")
+        with pytest.raises(ValueError, match="line 1: .*suffix"):
+            next(asking.read_prompts(flags(*chat, "--input", str(path))))
+    thought = {"role": "user", "content": "a", "thinking": "b", "calls": None}
+    path.write_text(json.dumps({"messages": [thought]}), encoding="utf-8")
+    (asked,) = asking.read_prompts(flags("--chat", "--input", str(path)))
+    assert asking.as_json(asked) == {"messages": [thought]}
     path.write_text('{"messages": [{"role": "assistant", "content": "a"}]}\n', encoding="utf-8")
     with pytest.raises(ValueError, match=SENTENCES["line_1_the_conversation_must_end"]):
         next(asking.read_prompts(flags("--chat", "--input", str(path))))
