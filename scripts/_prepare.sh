@@ -65,7 +65,7 @@ prepare_corpus() {
     trap 'rm -rf "$RUN_DIR/data/preparing"' EXIT
     echo "$(uname -n) $$ $(process_table) ${SLURM_START:+${SLURM_JOB_ID:-}}" >"$turn/by"
     local text=$CORPUS encoding=${ENCODING:-auto}
-    if [ -n "${CLEAN:-}" ]; then
+    if [ "${CLEAN:-0}" = 1 ]; then
         text=$RUN_DIR/data/clean.jsonl
         [ -f "$text" ] || python "${AT}tools/clean_corpus.py" --input "$CORPUS" --encoding "$encoding" --output "$text"
         encoding=utf-8

@@ -19,14 +19,17 @@ NNODES=${NNODES:-1}
 NODE_RANK=${NODE_RANK:-0}
 MASTER_ADDR=${MASTER_ADDR:-localhost}
 MASTER_PORT=${MASTER_PORT:-}
-for each in GPUS_PER_NODE NNODES NODE_RANK MP_SIZE PP_SIZE; do
-    least=1
-    if [[ $each =~ ^(NODE_RANK|PP_SIZE)$ ]]; then least=0; fi
-    if ! [[ ${!each:-1} =~ ^[0-9]+$ ]] || [ "${!each:-1}" -lt $least ]; then
+for each in GPUS_PER_NODE NNODES NODE_RANK MP_SIZE PP_SIZE MASTER_PORT VOCAB_SIZE; do
+    case $each in NODE_RANK | PP_SIZE) least=0 ;; VOCAB_SIZE) least=300 ;; *) least=1 ;; esac
+    if ! [[ ${!each:-$least} =~ ^[0-9]+$ ]] || [ "${!each:-$least}" -lt $least ]; then
         echo "$ME: $each=${!each} must be a whole number of at least $least" >&2
         exit 2
     fi
 done
+if [ "${MASTER_PORT:-1}" -gt 65535 ]; then
+    echo "$ME: MASTER_PORT=$MASTER_PORT must be at most 65535" >&2
+    exit 2
+fi
 if [ "$NODE_RANK" -ge "$NNODES" ]; then
     echo "$ME: NODE_RANK=$NODE_RANK must be below NNODES=$NNODES: nodes are counted from 0" >&2
     exit 2
@@ -70,6 +73,10 @@ if [ -n "${DATA_PATH:-}" ] && [ ! -e "${VOCAB_FILE:-$RUN_DIR/tokenizer.model}" ]
     echo "$ME: DATA_PATH= needs VOCAB_FILE=, the tokenizer that it was prepared with" >&2
     exit 2
 fi
+case "${CLEAN:-0}" in 0 | 1) ;; *)
+    echo "$ME: CLEAN=$CLEAN must be 1 to clean CORPUS, or 0" >&2
+    exit 2 ;;
+esac
 VOCAB_FILE=${VOCAB_FILE:-$RUN_DIR/tokenizer.model}
 CONFIG_JSON=${CONFIG_JSON:-${AT}configs/ds_config_$NAME.json}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-FATAL}
@@ -94,6 +101,32 @@ preset_of() {
     model=(--config "${AT}configs/models/$1_$2.json")
 }
 
+# Check the settings, given as flags, and the other variables before any work. The slower checks, which import torch, are
+# left to the run if the corpus is prepared.
+check_settings() {
+    local word flag variable
+    for word in "$@"; do # the user's flags
+        flag=${word%%=*}
+        case $flag in --run-dir | --vocab-file | --data-path)
+            variable=${flag#--} variable=${variable//-/_}
+            echo "$ME: set the variable ${variable^^}= instead of the flag $flag" >&2
+            exit 2 ;;
+        esac
+    done
+    local -x PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
+    python -m megatron.config.check "$NAME" "$WORLD_SIZE" "${settings[@]}"
+    if [ -n "${SAMPLING:-}" ]; then
+        # shellcheck disable=SC2086
+        python -c 'import sys
+from megatron_tools.write.generate_flags import build_parser
+sys.argv[0] = "SAMPLING"
+build_parser().parse_args()' --load "$RUN_DIR" --prompt . $SAMPLING
+    fi
+    if [ ! -f "${DATA_PATH:-$RUN_DIR/data/corpus_text_document}.idx" ]; then
+        python -m megatron.features.early_check "$NAME" "$WORLD_SIZE" "${settings[@]}"
+    fi
+}
+
 # Check all settings, prepare tokenizer and corpus, and train. Settings come from the variables and the given flags.
 train() {
     local min_lr peak=$LR word before=
@@ -105,15 +138,16 @@ train() {
     min_lr=$(awk -v lr="$peak" 'BEGIN { print lr / 10 < 1e-5 ? lr / 10 : "1e-5" }')  # never above --lr
     local settings=(
         --run-dir "$RUN_DIR" --vocab-file "$VOCAB_FILE" --split 90,10,0
+        --data-path "${DATA_PATH:-$RUN_DIR/data/corpus_text_document}"
         --model-parallel-size "$MP_SIZE" --pipe-parallel-size "$PP_SIZE" "${model[@]}"
         --batch-size "$BATCHSIZE" --gas "$GAS" --train-iters "$TRAIN_ITERS"
         --lr "$LR" --lr-decay-style cosine --min-lr "$min_lr" --warmup "$WARMUP" --weight-decay 0.1
         --eval-interval "$EVERY" --eval-iters 10 --save-interval $((2 * EVERY))
         --deepspeed-config "$CONFIG_JSON" "$@"
     )
-    PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} python -m megatron.config.check "$NAME" "$WORLD_SIZE" "${settings[@]}"
+    check_settings "$@"
     prepare_corpus
-    launch "${AT}pretrain_$NAME.py" --data-path "$DATA_PATH" "${settings[@]}"
+    launch "${AT}pretrain_$NAME.py" "${settings[@]}"
 }
 
 # Print the report of the run, the text that the model generates for each prompt, and the paths of the outputs.

@@ -6,7 +6,8 @@ show_variables() {
     sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$ROOT/scripts/$ME"
     printf '\nVariables:\n'
     sed 's/^/  /' "$ROOT/scripts/variables.txt"
-    printf '\nFlags override variables; python pretrain_%s.py --help lists the usual ones, --help all all.\n' "$NAME"
+    printf '\nFlags override variables, but not RUN_DIR, VOCAB_FILE and DATA_PATH.\n'
+    printf 'python pretrain_%s.py --help lists the usual flags, --help all lists all.\n' "$NAME"
 }
 
 # Exit with an error if an environment variable's name resembles one in variables.txt: it is probably a misspelling,

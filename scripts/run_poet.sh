@@ -85,7 +85,7 @@ settings=(
     --eval-interval 100 --eval-iters 13 --save-interval 500 --log-interval 20
     --sample-prompt 月夜忆舍弟 --deepspeed-config "$CONFIG_JSON" "$@"
 )
-PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} python -m megatron.config.check "$NAME" "$WORLD_SIZE" "${settings[@]}"
+check_settings "$@"
 if [ "$NODE_RANK" = 0 ]; then
     [ "$POET_SIZE" = laptop ] && echo "$ME: this takes about 14 minutes on two idle cores; a poem appears about every minute"
     prepare_poems

@@ -31,7 +31,7 @@ def parse_early(family: str) -> Config | None:
     config = None
     # An invalid WORLD_SIZE is refused later, by `training.entry.run`.
     if os.environ.get("RANK", "0") == "0" and ranks.isdecimal():
-        with _exit_on_config_error(Path(sys.argv[0]).name):
+        with exit_on_config_error(Path(sys.argv[0]).name):
             config = parse(sys.argv[1:], DEFAULTS[family], int(ranks), print_note)
     _import_torch()
     return config
@@ -56,7 +56,7 @@ def print_help_if_asked(family: str | None = None) -> None:
     after_help = words[help_index + 1 :]
     topic = after_help[0] if after_help else None
     script = Path(sys.argv[0]).name
-    with guard_streams("the rest of the help is lost", "stdout"), _exit_on_config_error(script):
+    with guard_streams("the rest of the help is lost", "stdout"), exit_on_config_error(script):
         print(help_text(script, family, topic))
     sys.exit(0)
 
@@ -72,7 +72,7 @@ def print_note(note: str) -> None:
 
 
 @contextmanager
-def _exit_on_config_error(script: str) -> Iterator[None]:
+def exit_on_config_error(script: str) -> Iterator[None]:
     """Print the message of a ConfigError that the `with` block raises, and exit with code 2."""
     try:
         yield
@@ -84,7 +84,7 @@ def _exit_on_config_error(script: str) -> Iterator[None]:
 def main() -> None:
     """Exit with code 0 if the flags are valid, else print the training script's error message and exit with code 2."""
     family, ranks, *argv = sys.argv[1:]
-    with _exit_on_config_error(f"pretrain_{family}.py"):
+    with exit_on_config_error(f"pretrain_{family}.py"):
         config = parse(argv, DEFAULTS[family], int(ranks))
         config.parallel.data_parallel_size(int(ranks))  # raises if this number of ranks cannot be divided
         if (path := config.train.deepspeed_config) and not Path(path).is_file():

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..config import Config
+from ..config.fields import ConfigError
 from ..tokenizer import Tokenizer
 from .harness import local_tasks, task_manager
 from .scoring import Request, read_cloze
@@ -39,18 +40,27 @@ def read_tasks(config: Config, tokenizer: Tokenizer) -> list[TaskSet]:
     return task_sets
 
 
-def _read_word(word: str, config: Config, tokenizer: Tokenizer) -> TaskSet:
-    """Return the tasks of one word: FILE, NAME=FILE or an lm-eval task. Raises ValueError for an invalid one."""
-    flag = f"--eval-tasks {word}"
+def split_word(word: str) -> tuple[str, Path]:
+    """Return the name before the `=` of a word, "" if it has none, and the file or lm-eval task after it.
+
+    Raises ConfigError for a file that does not exist.
+    """
     name = ""
     file = word
     if "=" in word and not Path(word).exists():  # a file in a folder such as lang=en has no name
         name, file = word.split("=", 1)
     path = Path(file)
     if path.suffix in (".jsonl", ".yaml", ".yml") and not path.is_file():
-        raise ValueError(f"{flag}: there is no file {file}")
+        raise ConfigError(f"--eval-tasks {word}: there is no file {file}")
+    return name, path
+
+
+def _read_word(word: str, config: Config, tokenizer: Tokenizer) -> TaskSet:
+    """Return the tasks of one word: FILE, NAME=FILE or an lm-eval task. Raises ValueError for an invalid one."""
+    flag = f"--eval-tasks {word}"
+    name, path = split_word(word)
     if path.suffix == ".jsonl":
-        requests = read_cloze(file, tokenizer, config.data.seq_length)
+        requests = read_cloze(str(path), tokenizer, config.data.seq_length)
         return TaskSet(word, name or path.stem, requests[: config.train.eval_tasks_limit])
     tasks = [word]
     folders = []

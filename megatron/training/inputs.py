@@ -50,10 +50,8 @@ def require_inputs(task: Task, config: Config) -> None:
     if os.environ.get("RANK", "0") == "0":
         problems += _corpus_problems(task, config)
         problems += _save_problems(config)
-    load = config.checkpoint.load
     ds_file = config.train.deepspeed_config
-    if load is not None:
-        problems += _load_problems(load, config)
+    problems += load_problems(config)
     # `resolve` in config/ds_config.py reports a missing file of --deepspeed-config. It is named here only beside other
     # problems, so that the user sees all of them at once.
     if problems and ds_file is not None and not Path(ds_file).exists():
@@ -67,8 +65,11 @@ def reads_corpora(task: Task) -> bool:
     return type(task).datasets.__module__.startswith("megatron.tasks.")
 
 
-def _load_problems(load: str, config: Config) -> Iterator[str]:
+def load_problems(config: Config) -> Iterator[str]:
     """Yield a message if --load names no folder, unless the run does not need it."""
+    load = config.checkpoint.load
+    if load is None:
+        return
     run_dir = config.log.run_dir
     # Scripts for Megatron-LM pass the same folder to --save and --load. At the first start, this folder does not exist.
     own_folders = []

@@ -1,10 +1,12 @@
 """scripts/run_*.sh report mistakes before they install packages, prepare data or train."""
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+from megatron.features import early_check
 from tests.support import ROOT, command
 
 NAMES = ("gpt2", "llama", "t5")
@@ -49,6 +51,14 @@ def test_every_variable_that_is_read_is_listed() -> None:
         ({"HOSTFILE": "README.md"}, [], "HOSTFILE=README.md, line "),
         ({"VOCAB_FILE": "nix.model"}, [], "VOCAB_FILE=nix.model does not exist"),
         ({"DATA_PATH": "nix"}, [], "DATA_PATH= needs VOCAB_FILE=, the tokenizer that it was prepared with"),
+        ({"CLEAN": "no"}, [], "CLEAN=no must be 1 to clean CORPUS, or 0"),
+        ({"MASTER_PORT": "99999"}, [], "MASTER_PORT=99999 must be at most 65535"),
+        ({"VOCAB_SIZE": "30k"}, [], "VOCAB_SIZE=30k must be a whole number of at least 300"),
+        ({"SAMPLING": "--temprature=0"}, [], "SAMPLING: unknown argument --temprature; did you mean --temperature?"),
+        ({}, ["--run-dir", "runs/x"], "set the variable RUN_DIR= instead of the flag --run-dir"),
+        ({}, ["--vocab-file=x.model"], "set the variable VOCAB_FILE= instead of the flag --vocab-file"),
+        ({}, ["--train-data-path", "x"], "--train-data-path"),
+        ({"PP_SIZE": "1"}, ["--zero-stage", "3"], "ZeRO stage 3 cannot be used with a pipeline"),
     ],
 )
 def test_a_mistake_costs_nothing(env: dict[str, str], argv: list[str], words: str, tmp_path: Path) -> None:
@@ -59,6 +69,32 @@ def test_a_mistake_costs_nothing(env: dict[str, str], argv: list[str], words: st
     assert words in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--deepspeed-config", "{file}"], "ds.json, line 1: JSON does not allow a comma"),
+        (["--load", "nix"], "--load nix holds no checkpoint: there is no such folder"),
+        (["--eval-tasks", "x=nix.jsonl"], "--eval-tasks x=nix.jsonl: there is no file nix.jsonl"),
+        (["--precision", "auto", "--zero-stage", "0"], None),
+        (["--precision", "auto", "--overlap-param-gather"], None),  # on a device on which auto is bf16
+    ],
+)
+def test_files_are_checked_before_a_corpus_is_prepared(
+    argv: list[str],
+    words: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"fp16": true,,}')
+    words_of_flags = [word.format(file=file) for word in argv]
+    monkeypatch.setattr("sys.argv", ["early_check", "gpt2", "2", "--vocab-file", "none.model", *words_of_flags])
+    with nullcontext() if words is None else pytest.raises(SystemExit):
+        early_check.main()
+    assert (words or "") in capsys.readouterr().err
 
 
 def files_of(name: str, at: Path, **env: str) -> tuple[str, str, str, str]:

@@ -12,7 +12,7 @@ from tests.support import FULL, ROOT, free_port
 # A script that sources _prepare.sh with the variables that _run.sh sets; its `python` function simulates slow tools.
 SCRIPT = """
 set -euo pipefail
-ROOT={root} AT= NAME=gpt2 ME=run_gpt2.sh CORPUS={root}/corpus/sample.jsonl RUN_DIR=$1 VOCAB_SIZE=10
+ROOT={root} AT= NAME=gpt2 ME=run_gpt2.sh CORPUS={root}/corpus/sample.jsonl RUN_DIR=$1 VOCAB_SIZE=10 CLEAN=0
 VOCAB_FILE=$RUN_DIR/tokenizer.model
 source "$ROOT/scripts/_prepare.sh"
 python() {{
