@@ -156,6 +156,22 @@ def _spans_nodes(args: Any) -> bool:
     return str(args.nnodes) not in ("1", "1:1")  # MIN:MAX, as torchrun accepts it
 
 
+def check_numbers(args: Any) -> None:
+    """Raise ValueError or AssertionError for a number of nodes, ranks or restarts, or a port, that cannot be used."""
+    from torch.distributed.run import config_from_args
+
+    config: Any = config_from_args(args)[0]  # type: ignore[no-untyped-call]
+    if config.nproc_per_node < 1:
+        raise ValueError(f"--nproc-per-node {args.nproc_per_node} must be at least 1")
+    if args.standalone or args.rdzv_backend != "static":
+        return
+    if not 0 <= args.node_rank < config.max_nodes:
+        raise ValueError(f"--node-rank {args.node_rank} must be below --nnodes {args.nnodes}: nodes are counted from 0")
+    port = args.master_port
+    if port is not None and not 0 < port < 2**16:
+        raise ValueError(f"--master-port {port} must lie between 1 and 65535; --standalone finds a free port")
+
+
 def prepare_rendezvous(args: Any) -> None:
     """Prepare for the rendezvous with the other nodes, and print that this node waits for them.
 
@@ -248,6 +264,11 @@ def main(argv: list[str]) -> int:
         if name.startswith("torch.distributed"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     args = parse_args(argv)  # type: ignore[no-untyped-call]
+    try:
+        check_numbers(args)
+    except (ValueError, AssertionError) as error:
+        print_message(f"{error} (check --nnodes, --node-rank, --nproc-per-node, --max-restarts and --master-port)")
+        return REFUSED_EXIT_CODE
     if int(args.max_restarts) and _spans_nodes(args):
         # Without this variable, restarted ranks would reuse the launcher's TCP store, which still lists the ranks of
         # the previous attempt. With it, each attempt opens a new store on a new port. On one node the variable stays

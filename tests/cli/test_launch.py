@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.run import parse_args
 
 import tds
 from megatron.ranks import signals
@@ -206,6 +208,8 @@ run(GPT2())
 
 
 def test_refused_arguments_are_not_tried_again(tmp_path: Path) -> None:
+    done = support.command("python", "tools/launch.py", "--master-port", "0", "rank.py")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "launch.py: --master-port 0" in done.stderr
     script = tmp_path / "rank.py"
     for code, attempts in ((2, 1), (1, 3)):
         script.write_text(f"import sys\nsys.stderr.write('ended\\n')\nsys.exit({code})\n")
@@ -266,6 +270,25 @@ def test_a_node_that_does_not_come_is_waited_for_as_long_as_is_said(tmp_path: Pa
     time.sleep(0.5)
     waiting.send_signal(signal.SIGINT)
     assert waiting.wait(timeout=20)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--nproc-per-node two", "nproc_per_node value: two"),
+        ("--nproc-per-node 0", "--nproc-per-node 0 must be at least 1"),
+        ("--standalone --nproc-per-node -1", "--nproc-per-node -1 must be at least 1"),
+        ("--max-restarts -1", "max_restarts must be >= 0"),
+        ("--nnodes 0", "min_nodes must be > 0"),
+        ("--nnodes two", "invalid literal for int() with base 10: 'two'"),
+        ("--nnodes 2 --node-rank 2", "--node-rank 2 must be below --nnodes 2: nodes are counted from 0"),
+        ("--master-port 99999", "--master-port 99999 must lie between 1 and 65535"),
+        ("--master-port 0", "--master-port 0 must lie between 1 and 65535"),
+    ],
+)
+def test_wrong_numbers_are_refused_at_once(flags: str, words: str) -> None:
+    with pytest.raises((ValueError, AssertionError), match=re.escape(words)):
+        launch.check_numbers(parse_args([*flags.split(), "rank.py"]))
 
 
 @pytest.mark.parametrize(
