@@ -18,8 +18,11 @@ from .cli import (
     add_input_flags,
     add_worker_flags,
     all_chunks,
-    local_path,
+    fraction,
     max_document_bytes,
+    natural_int,
+    output_file,
+    positive_int,
     run,
     unreadable_error,
 )
@@ -203,6 +206,10 @@ def main(args: argparse.Namespace) -> None:
     output = Path(args.output)
     if not output.name.removesuffix(".gz").endswith(".jsonl"):
         raise ValueError(f"--output {output} must end with .jsonl or .jsonl.gz")
+    if args.similarity != 0.8 and not args.near_duplicates:  # 0.8 is the default
+        raise ValueError("--similarity has no effect without --near-duplicates")
+    if both := set(args.on) & set(args.off):
+        raise ValueError(f"--on and --off both name {both.pop()}; leave one of them out")
     check_outputs(args.input, [args.output, args.dropped], args.encoding)
     output.parent.mkdir(parents=True, exist_ok=True)
     open_output = gzip.open if output.suffix == ".gz" else open
@@ -228,19 +235,21 @@ def build_parser() -> Parser:
     add = parser.add_argument
     limits = Limits()
     add_input_flags(parser)
-    add("--output", type=local_path, required=True, help="output file, .jsonl or .jsonl.gz")
+    add("--output", type=output_file, required=True, help="output file, .jsonl or .jsonl.gz")
     add("--json-key", default="text", help="key of the text in a record (default: text)")
     add("--off", nargs="+", default=[], choices=[*RULES, "exact-duplicates"], help="cleaning rules to skip")
     add(
         "--on", nargs="+", default=[], choices=["nfkc"],
         help="cleaning rules to add to the default rules; nfkc normalises Unicode, which changes punctuation",
     )  # fmt: skip
-    lengths = {
-        "min-chars": "minimum length of a document in characters (default: 16)",
-        "max-chars": "maximum length of a document in characters (default: 10,000,000)",
-    }
-    for name, words in lengths.items():
-        add(f"--{name}", type=int, default=getattr(limits, name.replace("-", "_")), help=words)
+    add(
+        "--min-chars", type=natural_int, default=limits.min_chars,
+        help="minimum length of a document in characters (default: 16)",
+    )  # fmt: skip
+    add(
+        "--max-chars", type=positive_int, default=limits.max_chars,
+        help="maximum length of a document in characters (default: 10,000,000)",
+    )  # fmt: skip
     shares = {
         "max-repeated": "in repeated lines or phrases (default: 0.3)",
         "max-mojibake": "that a wrong encoding produced (default: 0.003)",
@@ -250,18 +259,20 @@ def build_parser() -> Parser:
     }
     for name, words in shares.items():
         text = f"largest allowed share of a document's characters {words}"
-        add(f"--{name}", type=float, default=getattr(limits, name.replace("-", "_")), help=text)
+        add(f"--{name}", type=fraction, default=getattr(limits, name.replace("-", "_")), help=text)
     add("--script", default=limits.script, help="Unicode script that --min-script requires (default: Han)")
     add(
-        "--min-script", type=float, default=limits.min_script,
+        "--min-script", type=fraction, default=limits.min_script,
         help="smallest allowed share of a document's letters that belong to --script (default: 0)",
     )  # fmt: skip
     add(
         "--near-duplicates", action="store_true",
         help="also drop near duplicates (MinHash; 0.6 kB of memory per document)",
     )  # fmt: skip
-    add("--similarity", type=float, default=0.8, help="smallest Jaccard similarity of near duplicates (default: 0.8)")
-    add("--dropped", type=local_path, help=".jsonl file for the dropped documents and the reasons")
+    add(
+        "--similarity", type=fraction, default=0.8, help="smallest Jaccard similarity of near duplicates (default: 0.8)"
+    )
+    add("--dropped", type=output_file, help=".jsonl file for the dropped documents and the reasons")
     add("--no-shuffle", action="store_true", help="keep the order of the input")
     add(
         "--seed", type=int, default=1234,

@@ -7,6 +7,7 @@ one-sentence message to stderr.
 import argparse
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ from typing import Any, NoReturn
 
 from megatron.atomic import atomic_file, write_text
 from megatron.config.data import corpus_prefix
+from megatron.config.fields import at_least, between, more_than
 from megatron.config.messages import describe_error, format_problems
 from megatron.packages import pip_install
 from megatron.storage import PathError, check_location, require_local
@@ -181,9 +183,44 @@ def is_number(word: str) -> bool:
     return False
 
 
+def number_type(check: Callable[[Any], str | None], kind: Callable[[str], float] = float) -> Callable[[str], Any]:
+    """Return the type of a flag whose value is a finite number.
+
+    check: function that returns an error text for an invalid number, else None, as those of megatron/config/fields.py.
+    kind: float, or int for a whole number.
+    """
+
+    def convert(text: str) -> float:
+        value = kind(text)
+        problem = check(value) if abs(value) < math.inf else "must be finite"
+        if problem:
+            raise argparse.ArgumentTypeError(f"{text} {problem}")
+        return value
+
+    convert.__name__ = kind.__name__  # argparse prints this name if `kind` raises ValueError
+    return convert
+
+
+positive_int = number_type(at_least(1), int)
+natural_int = number_type(at_least(0), int)
+positive_float = number_type(more_than(0))
+fraction = number_type(between(0, 1))
+
+
 def local_path(text: str) -> str:
     """Return the argument `text`, a path on this machine. Refuses URLs, and words like URLs with a mistake."""
     return _check_argument(require_local, text)
+
+
+def output_file(text: str) -> str:
+    """Return the argument `text`, a file to write on this machine. Refuses folders and places that are not writable."""
+    path = Path(local_path(text)).absolute()
+    if os.path.isdir(path):
+        raise argparse.ArgumentTypeError(f"{text} is a folder; name a file")
+    folder = next(filter(os.path.exists, path.parents))
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written to {folder}")
+    return text
 
 
 def any_path(text: str) -> str:
@@ -223,7 +260,7 @@ def add_input_flags(parser: argparse.ArgumentParser) -> None:
         help="whether an unreadable document stops the tool or is skipped (default: stop)",
     )
     add(
-        "--max-document-mb", type=_megabytes, default=MAX_DOCUMENT_BYTES / 2**20,
+        "--max-document-mb", type=positive_float, default=MAX_DOCUMENT_BYTES / 2**20,
         help="size limit of a document in MiB (default: 8). A worker process needs 30 times this much memory with a "
         "sentencepiece tokenizer, 60 times with a cpm tokenizer, 120 times with an hf tokenizer",
     )  # fmt: skip
@@ -233,19 +270,17 @@ def add_input_flags(parser: argparse.ArgumentParser) -> None:
 def add_worker_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags for worker processes."""
     add = parser.add_argument
-    add("--workers", type=int, default=os.cpu_count() or 1, help="number of worker processes (default: one per core)")
+    add(
+        "--workers",
+        type=natural_int,
+        default=os.cpu_count() or 1,
+        help="number of worker processes (default: one per core)",
+    )
     add(
         "--ray", metavar="ADDRESS",
         help="Ray cluster that runs the workers: its address, auto for the cluster that this machine belongs to, or "
         "local to start a cluster on this machine",
     )  # fmt: skip
-
-
-def _megabytes(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 < float(text) < float("inf"):
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text} is not a positive number")
 
 
 def max_document_bytes(args: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ from megatron.storage import to_path
 from megatron.tokenizer import load_tokenizer
 from megatron.tokenizer.base import eod_mismatch
 
-from .cli import Parser, any_path, any_prefix, local_path, run
+from .cli import Parser, any_path, any_prefix, local_path, natural_int, output_file, positive_int, run
 from .document_uses import print_iteration, print_uses
 from .iterations import Iterations
 from .merge_commands import drop_documents, merge_pairs, split_pair
@@ -242,15 +242,17 @@ def build_parser() -> Parser:
     tokenizer_of(cmd, required=True)
     _add_writers(command)
     cmd = command("sample", sample, "show a sample as a training run reads it")
-    cmd.add_argument("number", type=int, help="sample number, from 0, counted over all epochs")
+    cmd.add_argument("number", type=natural_int, help="sample number, from 0, counted over all epochs")
     add_run_dir(cmd)
     cmd.add_argument("--part", choices=PARTS, default="train", help="part of the data (default: train)")
     cmd.add_argument("--set", default="", help="name of the data set, if the part has several, as in web=PREFIX")
-    cmd.add_argument("--png", type=local_path, help="PNG file for a plot of the attention masks")
+    cmd.add_argument("--png", type=output_file, help="PNG file for a plot of the attention masks")
     cmd = command("stages", stages, "show what each corpus gives in each data stage of a run")
     cmd.add_argument("--run-dir", type=local_path, help="folder of the run")
-    cmd.add_argument("--samples", type=int, help="number of samples (default: from the run's metrics and settings)")
-    cmd.add_argument("--png", type=local_path, help="PNG file for a plot")
+    cmd.add_argument(
+        "--samples", type=positive_int, help="number of samples (default: from the run's metrics and settings)"
+    )
+    cmd.add_argument("--png", type=output_file, help="PNG file for a plot")
     cmd.add_argument("flags", nargs="*", help="after --: flags of a training command, instead of --run-dir")
     cmd = command("when", print_uses, "show the iterations, samples and positions at which a run trains on a document")
     cmd.add_argument("--document", type=int, required=True, help="document number, from 0")

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from data_utils.indexed_writer import IndexedDatasetBuilder
+from megatron.config.fields import at_least, between
 from megatron.config.messages import describe_error
 from megatron.data.corpus_paths import TRIPLE_PARTS
 from megatron.data.indexed_dataset import LOSS_SUFFIX, best_dtype
@@ -31,6 +32,7 @@ from .cli import (
     add_worker_flags,
     all_chunks,
     local_path,
+    number_type,
     run,
     unreadable_error,
     write_json,
@@ -112,11 +114,12 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise ValueError("--objective cpm-t5 needs an end-of-document token in every document; remove --no-append-eod")
     if is_cpm_t5 and args.split_sentences:
         raise ValueError("--objective cpm-t5 masks spans of documents, not of sentences; remove --split-sentences")
+    masking = (args.noise_density, args.mean_span_length)
+    if not is_cpm_t5 and masking != (0.15, 3.0):  # the defaults
+        raise ValueError("--noise-density and --mean-span-length require --objective cpm-t5")
     chats.check_flags(args)
     if len(set(args.keys)) != len(args.keys):
         raise ValueError("--keys lists a key twice")
-    if args.workers < 0:
-        raise ValueError("--workers must not be negative")
 
 
 def _job_description(args: argparse.Namespace, sources: list[Source], tokenizer: Tokenizer) -> dict[str, Any]:
@@ -375,8 +378,16 @@ def build_parser() -> Parser:
         help="date that strftime_now returns in the chat template, such as 2024-07-26 or 2024-07-26T15:30:00 "
         "(default: the current time); recorded in the sidecar",
     )
-    add("--noise-density", type=float, default=0.15, help="share of masked tokens for cpm-t5 (default: 0.15)")
-    add("--mean-span-length", type=float, default=3.0, help="mean tokens in a masked span for cpm-t5 (default: 3)")
+    add(
+        "--noise-density", type=number_type(between(0.01, 0.9)), default=0.15,
+        help="share of masked tokens for cpm-t5 (default: 0.15)",
+    )  # fmt: skip
+    add(
+        "--mean-span-length",
+        type=number_type(at_least(1)),
+        default=3.0,
+        help="mean tokens in a masked span for cpm-t5 (default: 3)",
+    )
     add("--seed", type=int, default=1234, help="seed for span masking and for sampling FILE@0.5 (default: 1234)")
     return parser
 

@@ -9,7 +9,7 @@ from operator import itemgetter
 from megatron.tokenizer import load_tokenizer
 from megatron.tokenizer.segment import SEGMENTERS
 
-from .cli import Parser, add_input_flags, local_path, max_document_bytes, run, unreadable_error
+from .cli import Parser, add_input_flags, local_path, max_document_bytes, positive_int, run, unreadable_error
 from .documents import read_texts
 from .files import check_outputs, find_files
 from .progress import Progress
@@ -25,7 +25,8 @@ EXAMPLES = """\
   python tools/train_tokenizer.py --input texts/ --tokenizer-type cpm --vocab-size 30000 --output cpm.model
   python tools/train_tokenizer.py --input texts/ --tokenizer-type gpt2-bpe --vocab-size 50000 --output bpe/
       writes bpe/vocab.json and bpe/merges.txt"""
-TYPES = ("sentencepiece", "cpm", "cpm-vocab", "gpt2-bpe", "hf")
+# Type -> suffix by which tools recognise its file; gpt2-bpe is a folder.
+SUFFIXES = {"sentencepiece": ".model", "cpm": ".model", "cpm-vocab": ".txt", "gpt2-bpe": None, "hf": ".json"}
 
 
 def sample_documents(documents: Iterator[str], max_bytes: int, seed: int, quiet: bool) -> list[str]:
@@ -59,6 +60,9 @@ def main(args: argparse.Namespace) -> None:
     if args.special_tokens and kind not in ("sentencepiece", "hf"):
         raise ValueError(f"--special-tokens is for --tokenizer-type sentencepiece and hf, not for {kind}")
     check_outputs(args.input, [args.output], args.encoding)
+    suffix = SUFFIXES[kind]
+    if suffix and not args.output.endswith(suffix):
+        raise ValueError(f"--output {args.output} must end with {suffix} for --tokenizer-type {kind}")
     bad_line_numbers: list[int] = []
 
     def on_bad(line: BadLine) -> None:
@@ -101,7 +105,7 @@ def build_parser() -> Parser:
     add_input_flags(parser)
     add("--output", type=local_path, required=True, help="output file (.model, .txt or .json); for gpt2-bpe a folder")
     add("--vocab-size", type=int, default=8000, help="number of tokens (default: 8000)")
-    add("--tokenizer-type", choices=TYPES, default="sentencepiece", help="tokenizer type (default: sentencepiece)")
+    add("--tokenizer-type", choices=SUFFIXES, default="sentencepiece", help="tokenizer type (default: sentencepiece)")
     add(
         "--model-type",
         choices=("bpe", "unigram"),
@@ -114,7 +118,7 @@ def build_parser() -> Parser:
         "that contains such a name is still encoded as plain text. Only for --tokenizer-type sentencepiece and hf",
     )  # fmt: skip
     add("--json-key", default="text", help="key of the text in a record (default: text)")
-    add("--max-mb", type=int, default=50, help="amount of text to sample from the input, in MB (default: 50)")
+    add("--max-mb", type=positive_int, default=50, help="amount of text to sample from the input, in MB (default: 50)")
     add("--seed", type=int, default=1234, help="seed of the sample (default: 1234)")
     return parser
 

@@ -81,14 +81,21 @@ def file_lock(path: Path) -> Iterator[None]:
 
 @contextmanager
 def atomic_file(path: str | Path, temporary: Path | None = None) -> Iterator[Path]:
-    """Yield a temporary path to write to; rename it to `path` afterwards, or delete it after an error."""
+    """Yield a temporary path to write to; rename it to `path` afterwards, or delete it after an error.
+
+    An OSError names `path`, not the temporary path.
+    """
+    if os.path.isdir(path):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     temporary_path = temporary or temporary_name(Path(path))
     try:
         with name_in_errors(path):
             yield temporary_path
             os.replace(temporary_path, path)
-    except BaseException:
+    except BaseException as error:
         temporary_path.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename == str(temporary_path):
+            error.filename = str(path)
         raise
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import megatron
-from data_utils.cli import Parser, local_path
+from data_utils.cli import Parser, local_path, positive_float, positive_int
 from megatron.config import Config
 
 from . import corpora, machine, memory, network, run_dir, settings
@@ -264,7 +264,7 @@ def build_parser() -> Parser:
     add("--hostfile", type=local_path, help="file with lines such as 'node1 slots=8'; each host is checked over ssh")
     add(
         "--ranks",
-        type=int,
+        type=positive_int,
         help="number of ranks of the run (default: slots of the hostfile, else WORLD_SIZE, else one model replica)",
     )
     add(
@@ -272,7 +272,12 @@ def build_parser() -> Parser:
         type=local_path,
         help="hardware of the run, such as h100: its memory is checked, not this machine's",
     )
-    add("--ssh-timeout", type=float, default=network.SSH_SECONDS, help="seconds to wait for a host (default: 10)")
+    add(
+        "--ssh-timeout",
+        type=positive_float,
+        default=network.SSH_SECONDS,
+        help="seconds to wait for a host (default: 10)",
+    )
     add("--quick", action="store_true", help="skip the checks that read the whole checkpoint and the whole corpora")
     add("--json", action="store_true", help="print the results as a JSON list")
     return parser
@@ -281,8 +286,6 @@ def build_parser() -> Parser:
 def main(argv: Sequence[str]) -> int:
     parser = build_parser()
     args, flags = parser.parse_known_args(list(argv))
-    if args.ranks is not None and args.ranks < 1:
-        parser.error(f"--ranks {args.ranks} must be at least 1")
     findings = list[Finding]()
     counts: Counter[str] = Counter()
     for finding in Examination(args, flags).findings():

@@ -1,7 +1,6 @@
 """The work of tools/plan.py, whose flags are in plan_flags.py."""
 
 import argparse
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from megatron.config import SECTIONS, Config
 from megatron.config.command_line import config_file_paths, parse, read_json, with_values
 from megatron.config.defaults import DEFAULTS
 from megatron.config.ds_config import enabled_formats
-from megatron.config.fields import problems_where, raise_first_problem
 from megatron.config.flags import read_flags
 from megatron.config.names import replace_renamed_flags
 from megatron.config.settings_files import parse_settings
@@ -98,7 +96,8 @@ def fixed_settings(flags: list[str], config: Config, ranks: int) -> frozenset[st
 
 
 def main(args: argparse.Namespace) -> None:
-    _check_flags(args)
+    if None in (args.devices, args.cluster):
+        raise ValueError("give --cluster and --devices, which describe the hardware; --help shows examples")
     cluster = load_cluster(args.cluster)
     _check_nodes(args.devices, cluster)
     config = run_settings(args, cluster)
@@ -132,20 +131,6 @@ def main(args: argparse.Namespace) -> None:
         for path in write_files(layout, cluster, args.write, args.tokens):
             print(f"wrote {path}")
         print(f"check it before launch: {doctor_command(layout, args.cluster, args.write)}")
-
-
-def _check_flags(args: argparse.Namespace) -> None:
-    """Raise ValueError for missing and impossible flags of the hardware and the output."""
-    if None in (args.devices, args.cluster):
-        raise ValueError("give --cluster and --devices, which describe the hardware; --help shows examples")
-    # A missing --tokens is checked as 1, which passes.
-    tokens = 1.0 if args.tokens is None else args.tokens
-    problems = problems_where(
-        (args.devices < 1, f"--devices {args.devices} must be at least 1"),
-        (args.top < 1, f"--top {args.top} must be at least 1"),
-        (not 1 <= tokens < math.inf, f"--tokens {tokens:g} must be a number of tokens, at least 1, such as 1e12"),
-    )
-    raise_first_problem(problems)
 
 
 def _check_nodes(devices: int, cluster: Cluster) -> None:

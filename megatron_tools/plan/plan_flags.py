@@ -8,7 +8,8 @@ accurate the predictions are.
 
 from typing import Any
 
-from data_utils.cli import Parser, local_path, run
+from data_utils.cli import Parser, local_path, number_type, output_file, positive_int, run
+from megatron.config.fields import at_least
 
 EXAMPLES = """\
   python tools/plan.py --model configs/models/llama_8b.json --cluster h100 --devices 64 --global-batch-size 1024 \\
@@ -44,17 +45,21 @@ def build_parser() -> Parser:
         help="model settings: a name in configs/models such as llama_8b, or a JSON file",
     )
     add("--cluster", type=local_path, help="hardware: a name in configs/clusters such as h100, or a JSON file")
-    add("--devices", type=int, help="number of devices")
-    add("--global-batch-size", type=int, help="samples per step")
+    add("--devices", type=positive_int, help="number of devices")
+    add("--global-batch-size", type=positive_int, help="samples per step")
     add(
         "--micro-batch-size",
         "--batch-size",
-        type=int,
+        type=positive_int,
         help="samples per micro-batch (default: chosen by the search)",
     )
-    add("--gas", type=int, help="micro-batches per step and replica (default: computed from the batch sizes)")
-    add("--tokens", type=float, help="tokens to train on, e.g. 1e12; the table then shows the duration of the run")
-    add("--top", type=int, default=10, help="rows to print (default: 10)")
+    add("--gas", type=positive_int, help="micro-batches per step and replica (default: computed from the batch sizes)")
+    add(
+        "--tokens",
+        type=number_type(at_least(1)),
+        help="tokens to train on, e.g. 1e12; the table then shows the duration of the run",
+    )
+    add("--top", type=positive_int, default=10, help="rows to print (default: 10)")
     add(
         "--layout",
         type=int,
@@ -68,7 +73,7 @@ def build_parser() -> Parser:
     )
     add(
         "--chart",
-        type=local_path,
+        type=output_file,
         metavar="FILE",
         help="draw the memory of the layout chosen by --layout, by stage and kind (needs matplotlib)",
     )

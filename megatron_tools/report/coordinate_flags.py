@@ -5,7 +5,7 @@ the width, so wider models need smaller learning rates. Training flags describe 
 (--family llama --num-layers 4 ...).
 """
 
-from data_utils.cli import local_path, run
+from data_utils.cli import output_file, run
 
 from ..plan.plan_flags import TrainingFlagsParser
 
@@ -27,7 +27,7 @@ def build_parser() -> TrainingFlagsParser:
     )
     add("--steps", type=int, default=5, help="optimizer steps (default: 5)")
     add("--seeds", type=int, default=2, help="seeds over which sizes are averaged (default: 2)")
-    add("--output", type=local_path, help="figure to draw, a PNG (needs matplotlib)")
+    add("--output", type=output_file, help="figure to draw, a PNG (needs matplotlib)")
     return parser
 
 

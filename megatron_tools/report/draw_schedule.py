@@ -7,7 +7,8 @@ import argparse
 from pathlib import Path
 from string import ascii_letters
 
-from data_utils.cli import Parser, local_path, run
+from data_utils.cli import Parser, local_path, number_type, output_file, positive_float, positive_int, run
+from megatron.config.fields import at_least
 from tds import timeline
 from tds.schedule import BUILT_IN
 from tds.timetable import Span, bubble_fraction, check_plan, max_in_flight, simulate_times
@@ -66,8 +67,6 @@ def main(args: argparse.Namespace) -> None:
     stages = args.stages
     if stages is None or args.micros is None:
         raise ValueError("give --stages and --micros, or --run")
-    if min(stages, args.micros) < 1:
-        raise ValueError("--stages and --micros must be at least 1")
     if (args.chunks > 1) != (args.schedule == "interleaved"):
         raise ValueError(
             f"--chunks {args.chunks} does not fit --schedule {args.schedule}; use 2 or more chunks for interleaved and "
@@ -97,11 +96,11 @@ def build_parser() -> Parser:
         help="for 1f1b: a value of N multiplies the number of warm-up forward passes by 1 + N (default: 0)",
     )
     add("--chunks", type=int, default=1, help="layer chunks per stage, for interleaved schedules (default: 1)")
-    add("--stages", type=int, help="pipeline stages")
-    add("--micros", type=int, help="micro-batches per step")
-    add("--forward", type=float, default=1.0, help="duration of a forward pass (default: 1)")
-    add("--backward", type=float, default=2.0, help="duration of a backward pass (default: 2)")
-    add("--message", type=float, default=0.0, help="duration of a message (default: 0)")
+    add("--stages", type=positive_int, help="pipeline stages")
+    add("--micros", type=positive_int, help="micro-batches per step")
+    add("--forward", type=positive_float, default=1.0, help="duration of a forward pass (default: 1)")
+    add("--backward", type=positive_float, default=2.0, help="duration of a backward pass (default: 2)")
+    add("--message", type=number_type(at_least(0)), default=0.0, help="duration of a message (default: 0)")
     add(
         "--run",
         type=local_path,
@@ -109,8 +108,8 @@ def build_parser() -> Parser:
         help="draw the measured schedule of this run, made with --trace, next to the ideal schedule",
     )
     add("--iteration", type=int, help="iteration of --run (default: the iteration with median time)")
-    add("--svg", type=local_path, help="SVG file to write")
-    add("--png", type=local_path, help="PNG file to write (needs matplotlib)")
+    add("--svg", type=output_file, help="SVG file to write")
+    add("--png", type=output_file, help="PNG file to write (needs matplotlib)")
     return parser
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from data_utils.cli import Parser, local_path, new_figure, run, save_figure
+from data_utils.cli import Parser, local_path, new_figure, output_file, run, save_figure
 from data_utils.run_data import with_recorded_stages
 from megatron.atomic import write_text
 from megatron.config import Config
@@ -184,6 +184,8 @@ def main(args: argparse.Namespace) -> None:
         page_path.parent.mkdir(parents=True, exist_ok=True)
         write_text(page_path, whole_page(runs))
     except (ValueError, OSError) as error:
+        if args.output:
+            raise
         print(
             f"report.py: {written_files} were not written to {page_path.parent}: {describe_error(error)}",
             file=sys.stderr,
@@ -197,7 +199,7 @@ def build_parser() -> Parser:
     add = parser.add_argument
     add("runs", type=local_path, nargs="*", metavar="RUN", help="folders of runs")
     add("--run-dir", type=local_path, help="folder of one more run, as if given as RUN")
-    add("--output", type=local_path, help="page to write (default: report.html in the folder of the first run)")
+    add("--output", type=output_file, help="page to write (default: report.html in the folder of the first run)")
     return parser
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import megatron
-from data_utils.cli import Parser, local_path, run
+from data_utils.cli import Parser, local_path, positive_float, run
 from megatron.ranks.source import package_versions, source_hash
 
 from .layouts import DEFAULT_LAYOUTS, Layout, common_micros, read_layout
@@ -220,7 +220,7 @@ def build_parser() -> Parser:
     add("--seed", type=int, default=0, help="with --fuzz: seed of the draws and of the corpora (default: 0)")
     add("--draw", type=int, default=0, help="with --fuzz: number of the first draw (default: 0)")
     add("--verbose", action="store_true", help="with --fuzz: print a line for each draw")
-    add("--timeout", type=float, help="maximum seconds per layout (default: 600, with --fuzz 60)")
+    add("--timeout", type=positive_float, help="maximum seconds per layout (default: 600, with --fuzz 60)")
     return parser
 
 

@@ -172,8 +172,10 @@ def main(args: argparse.Namespace) -> None:
         metrics = measure_perplexity(subject, args)
     else:
         metrics = measure_cloze(subject, args)
-    if args.json:  # first, as the reader of the printed lines may end
-        write_text(args.json, json.dumps(metrics, indent=1))
-    for key, value in metrics.items():
-        number = f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
-        print(f"{key.ljust(20)} {number}")
+    try:
+        if args.json:  # first, as the reader of the printed lines may end
+            write_text(args.json, json.dumps(metrics, indent=1))
+    finally:
+        for key, value in metrics.items():
+            number = f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
+            print(f"{key.ljust(20)} {number}")

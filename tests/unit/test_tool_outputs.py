@@ -29,6 +29,7 @@ from megatron.training.run_folder import write_first_files
 from megatron_tools.convert.plain_pickle import load_plain
 from megatron_tools.report import report
 from megatron_tools.report.runs import named_splits
+from megatron_tools.write import evaluate, evaluate_flags
 from tests.sentences import SENTENCES
 from tests.support import ROOT
 
@@ -42,6 +43,27 @@ def _corpus(folder: Path, *more: str) -> Path:
 
 
 # ------------------------------------------------------------ runs that fail
+
+
+@pytest.mark.parametrize("place", ["folder", "none/x.json"])
+def test_an_error_names_the_output_and_not_its_temporary_name(tmp_path: Path, place: str) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError) as error:
+        write_text(tmp_path / place, "x")
+    assert error.value.filename == str(tmp_path / place)
+
+
+def test_numbers_are_printed_even_if_they_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(evaluate, "load_subject", lambda args: None)
+    monkeypatch.setattr(evaluate, "measure_cloze", lambda *_: {"accuracy": 0.25})
+    args = evaluate_flags.build_parser().parse_args(
+        ["--load", "x", "--cloze", "x", "--json", str(tmp_path / "none" / "x.json")]
+    )
+    with pytest.raises(FileNotFoundError):
+        evaluate.main(args)
+    assert "accuracy             0.2500" in capsys.readouterr().out
 
 
 def test_a_cleaning_run_that_fails_leaves_the_files_of_the_run_before(tmp_path: Path) -> None:
