@@ -5,6 +5,7 @@ import heapq
 import random
 from collections.abc import Iterator
 from operator import itemgetter
+from pathlib import Path
 
 from megatron.tokenizer import load_tokenizer
 from megatron.tokenizer.segment import SEGMENTERS
@@ -60,9 +61,10 @@ def main(args: argparse.Namespace) -> None:
     if args.special_tokens and kind not in ("sentencepiece", "hf"):
         raise ValueError(f"--special-tokens is for --tokenizer-type sentencepiece and hf, not for {kind}")
     check_outputs(args.input, [args.output], args.encoding)
-    suffix = SUFFIXES[kind]
-    if suffix and not args.output.endswith(suffix):
-        raise ValueError(f"--output {args.output} must end with {suffix} for --tokenizer-type {kind}")
+    needed = SUFFIXES[kind]
+    suffix = Path(args.output).suffix
+    if needed and needed != (suffix if suffix in (".txt", ".json") else ".model"):  # as `load_tokenizer` sees it
+        raise ValueError(f"--output {args.output} must end with {needed} for --tokenizer-type {kind}")
     bad_line_numbers: list[int] = []
 
     def on_bad(line: BadLine) -> None:

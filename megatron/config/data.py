@@ -176,18 +176,23 @@ class DataConfig(Section):
             object.__setattr__(self, "data_stages", (text,))
 
     def _problems(self) -> Iterator[str]:
-        by_split = self.train_data_path or self.valid_data_path or self.test_data_path
+        held_out = self.valid_data_path or self.test_data_path
         yield from problems_where(
             (
                 self.data_stages and self.train_data_path,
                 "--data-stages names the training data, so leave --train-data-path out",
             ),
             (
-                by_split and self.data_path,
+                self.train_data_path and self.data_path,
                 "give either --data-path, which --split divides, or --train-data-path, not both",
             ),
             (
-                by_split and not self.train_data_path and not self.data_stages,
+                held_out and self.data_path,
+                "--valid-data-path and --test-data-path need --train-data-path or --data-stages instead of "
+                "--data-path, which --split divides",
+            ),
+            (
+                held_out and not self.train_data_path and not self.data_stages,
                 "--valid-data-path and --test-data-path need --train-data-path or --data-stages",
             ),
         )

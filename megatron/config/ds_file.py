@@ -1,7 +1,7 @@
 """DeepSpeed's JSON file: its keys, and refusal of unknown and invalid ones."""
 
 from collections.abc import Callable, Mapping
-from math import isfinite
+from math import inf
 from typing import Any, NamedTuple
 
 from ..json_text import brief, format_value
@@ -61,8 +61,14 @@ def read_file(config: Config, find_problem: Callable[[str, Content], str | None]
             raise ConfigError(f"{path}: in {key!r}, {brief(problem, 300)}")
     for key in NUMBER_KEYS & content.keys():
         value = content[key]
-        if type(value) not in (int, float) or not isfinite(value):  # True, an int in Python, is no number here
-            raise ConfigError(f"{path}: {key!r} must be a number, not {format_value(value)}")
+        is_number = type(value) in (int, float)  # True, an int in Python, is no number here
+        if not is_number or not 0 <= value < inf:
+            raise ConfigError(f"{path}: {key!r} must be a number of at least 0, not {format_value(value)}")
+    power = content.get("fp16", {}).get("initial_scale_power", 0)
+    if power > 62:  # torch multiplies by 64-bit integers
+        raise ConfigError(
+            f"{path}: fp16.initial_scale_power {power} must be at most 62: the loss scale is 2 to this power"
+        )
     _require_overflow_checks(content, path)
     return content
 

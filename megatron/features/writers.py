@@ -76,7 +76,7 @@ def build_writers(config: Config, run_dir: Path, iteration: int) -> list[Writer]
         except Exception as error:  # packages raise errors of any type, e.g. for an unreachable server or a missing key
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(
-                f"{writer_class.name} cannot start: {reason}; leave --{writer_class.flag} out to train without it"
+                f"{writer_class.name} cannot start: {reason}; pass --no-{writer_class.flag} to train without it"
             ) from error
     return started
 

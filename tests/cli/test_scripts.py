@@ -57,7 +57,7 @@ def test_every_variable_that_is_read_is_listed() -> None:
         ({"SAMPLING": "--temprature=0"}, [], "SAMPLING: unknown argument --temprature; did you mean --temperature?"),
         ({}, ["--run-dir", "runs/x"], "set the variable RUN_DIR= instead of the flag --run-dir"),
         ({}, ["--vocab-file=x.model"], "set the variable VOCAB_FILE= instead of the flag --vocab-file"),
-        ({}, ["--train-data-path", "x"], "--train-data-path"),
+        ({}, ["--train-data-path", "x"], "or --train-data-path, not both"),
         ({"PP_SIZE": "1"}, ["--zero-stage", "3"], "ZeRO stage 3 cannot be used with a pipeline"),
     ],
 )

@@ -197,6 +197,11 @@ def test_none_of_other_sections_and_where_it_means_nothing(tmp_path: Path) -> No
         ("--sliding-window off", "argument --sliding-window: invalid int value: 'off'"),
         ("--sliding-window 0", "--sliding-window 0 must be at least 1, or none"),
         ("--gas 0", "--gas 0 must be at least 1"),
+        (
+            "--data-path a --valid-data-path b",
+            "--valid-data-path and --test-data-path need --train-data-path or --data-stages instead of --data-path, "
+            "which --split divides",
+        ),
     ):
         with pytest.raises(ConfigError) as refused:
             parse(argv.split())

@@ -1,4 +1,5 @@
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,14 @@ def test_what_changes_no_number_gives_way_with_a_note(tmp_path: Path, stages: st
         ({"flops_profiler": {"enable": True}}, (), "ds.json: in 'flops_profiler', 'enable' is unknown"),
         ({"zero_optimization": {"stage": "high"}}, (), "ds.json: in 'zero_optimization', 'stage': Input should be"),
         ({"tensorboard": {"folder": "x"}}, (), "ds.json: in 'tensorboard', 'folder' is unknown"),
-        ({"gradient_clipping": "much"}, (), """ds.json: 'gradient_clipping' must be a number, not "much\""""),
+        (
+            {"gradient_clipping": "much"},
+            (),
+            """ds.json: 'gradient_clipping' must be a number of at least 0, not "much\"""",
+        ),
+        ({"gradient_clipping": -1}, (), "'gradient_clipping' must be a number of at least 0, not -1"),
+        ({"steps_per_print": math.nan}, (), "'steps_per_print' must be a number of at least 0, not NaN"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 65536}}, (), "initial_scale_power 65536 must be at most 62"),
         ({"zero_optimization": True}, ("--zero-stage", "2"), "ZeRO stage 1, but --zero-stage is 2"),
         ({"train_batchsize": 1}, (), "unknown key 'train_batchsize'; did you mean train_batch_size?"),
         ({"bf16": {"check_grad_overflow": False}}, (), "which would apply NaN or Inf gradients; remove it"),

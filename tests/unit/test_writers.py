@@ -149,7 +149,7 @@ def test_one_that_cannot_begin_says_why(tmp_path: Path, monkeypatch: pytest.Monk
         raise RuntimeError("api_key not configured\n(no-tty)")
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="api_key.*--wandb"):
+    with pytest.raises(ValueError, match="api_key.*pass --no-wandb to train without it"):
         writers.build_writers(config("--wandb"), tmp_path, 0)
 
 
