@@ -13,6 +13,18 @@ is_prepared() {
     [ -e "$VOCAB_FILE" ] && [ -f "$DATA_PATH.idx" ] && [ -f "$RUN_DIR/data/source" ]
 }
 
+# Exit with an error if a variable has another value than when it prepared the data.
+refuse_changed_variables() {
+    local name value
+    [ -f "$RUN_DIR/data/variables" ] || return 0 # data of an earlier version
+    while IFS='=' read -r name value; do
+        if [ "${user_set[$name]:-$value}" != "$value" ]; then
+            echo "$ME: $RUN_DIR/data was prepared with $name=$value, not ${user_set[$name]}; set another RUN_DIR=" >&2
+            exit 2
+        fi
+    done <"$RUN_DIR/data/variables"
+}
+
 # Print the boot id and the PID namespace, which show whether two process ids belong to one process table. Host name and
 # process id alone do not identify a process: containers may share a host name, and each counts processes from 1.
 process_table() {
@@ -55,6 +67,7 @@ prepare_corpus() {
     fi
     mkdir -p "$RUN_DIR/data"
     if is_prepared; then
+        refuse_changed_variables
         if [ -n "$(find "$CORPUS" -newer "$DATA_PATH.idx" -print -quit 2>/dev/null)" ]; then
             echo "$ME: note: $CORPUS has changed since its tokens were written to $RUN_DIR/data, which this run goes on" \
                 "using; set another RUN_DIR= to train on the new text"
@@ -78,6 +91,7 @@ prepare_corpus() {
         python "${AT}tools/preprocess_data.py" --input "$text" --encoding "$encoding" --vocab-file "$VOCAB_FILE" \
             --output-prefix "${DATA_PATH%_text_document}"
     fi
+    printf '%s\n' "VOCAB_SIZE=$VOCAB_SIZE" "CLEAN=${CLEAN:-0}" "ENCODING=${ENCODING:-auto}" >"$RUN_DIR/data/variables"
     echo "$corpus" >"$RUN_DIR/data/source"
     rm -rf "$turn"
     trap - EXIT

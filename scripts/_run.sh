@@ -54,6 +54,8 @@ if [ -z "${RUN_DIR:-}" ]; then
         echo "$ME: starting a new run in $RUN_DIR; RUN_DIR=${AT}runs/$NAME resumes the run of version 0.1"
     fi
 fi
+# What the user has set, without the defaults that follow
+declare -A user_set=([CORPUS]=${CORPUS:-} [VOCAB_SIZE]=${VOCAB_SIZE:-} [CLEAN]=${CLEAN:-} [ENCODING]=${ENCODING:-})
 # The vocabulary has 30000 tokens for a preset model on a custom corpus, else 4000. The bundled corpus is too small to
 # train a tokenizer with 30000 tokens.
 if [ -z "${VOCAB_SIZE:-}" ]; then
@@ -129,6 +131,10 @@ build_parser().parse_args()' --load "$RUN_DIR" --prompt . $SAMPLING
 
 # Check all settings, prepare tokenizer and corpus, and train. Settings come from the variables and the given flags.
 train() {
+    if [ -n "${user_set[CORPUS]}" ] && [ -n "${DATA_PATH:-}" ]; then
+        echo "$ME: CORPUS=$CORPUS has no effect beside DATA_PATH=$DATA_PATH; unset one of them" >&2
+        exit 2
+    fi
     local min_lr peak=$LR word before=
     for word in "$@"; do # --lr overrides LR
         if [ "$before" = --lr ]; then peak=$word; fi

@@ -21,6 +21,10 @@ PP_SIZE=${PP_SIZE:-0}
 source "$ROOT/scripts/_run.sh"
 
 # ---- the model and its training
+case "${CHARACTERS:-simplified}" in simplified | traditional) ;; *)
+    echo "$ME: CHARACTERS=$CHARACTERS is not one of simplified, traditional" >&2
+    exit 2 ;;
+esac
 POET_SIZE=${POET_SIZE:-laptop}
 case "$POET_SIZE" in
     laptop) TRAIN_ITERS=${TRAIN_ITERS:-1100} ;;

@@ -126,8 +126,9 @@ def test_the_script_trains_resumes_and_writes(package: Path, tmp_path: Path) -> 
 
 def test_a_mistake_costs_nothing(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    done = command("bash", "scripts/run_poet.sh", env={"POET_SIZE": "huge", "RUN_DIR": str(run_dir)})
-    assert done.returncode == 2 and "POET_SIZE=huge" in done.stderr
+    for name, value in {"POET_SIZE": "huge", "CHARACTERS": "both"}.items():
+        done = command("bash", "scripts/run_poet.sh", env={name: value, "RUN_DIR": str(run_dir)})
+        assert done.returncode == 2 and f"{name}={value} is not one of" in done.stderr
     done = command("bash", "scripts/run_poet.sh", "--hidden-sise", "3", env={"RUN_DIR": str(run_dir)})
     assert done.returncode == 2 and "--hidden-sise" in done.stderr and not run_dir.exists()
 

@@ -39,6 +39,8 @@ def test_every_variable_that_is_read_is_listed() -> None:
     [
         ({"TRAIN_ITER": "5"}, [], "unknown variable TRAIN_ITER; did you mean TRAIN_ITERS?"),
         ({"BATCH_SIZE": "5"}, [], "did you mean BATCHSIZE?"),
+        ({"HIDDEN_SIZE": "64"}, [], "unknown variable HIDDEN_SIZE; did you mean NHIDDEN?"),
+        ({"VARIANT": "qwen3"}, [], "VARIANT is for run_t5.sh and run_llama.sh"),
         ({"MODEL_SIZE": "9b"}, [], "gpt2 has no MODEL_SIZE=9b; choose one of 1.3B 2.7B 3.7B 345M small"),
         ({}, ["--hidden-sise", "3"], "unknown argument --hidden-sise; did you mean --hidden-size?"),
         ({"NHEADS": "3"}, ["--lr", "0.1"], "--num-attention-heads 3"),
@@ -51,6 +53,7 @@ def test_every_variable_that_is_read_is_listed() -> None:
         ({"HOSTFILE": "README.md"}, [], "HOSTFILE=README.md, line "),
         ({"VOCAB_FILE": "nix.model"}, [], "VOCAB_FILE=nix.model does not exist"),
         ({"DATA_PATH": "nix"}, [], "DATA_PATH= needs VOCAB_FILE=, the tokenizer that it was prepared with"),
+        ({"CORPUS": "README.md", "DATA_PATH": "nix", "VOCAB_FILE": "README.md"}, [], "CORPUS=README.md has no effect"),
         ({"CLEAN": "no"}, [], "CLEAN=no must be 1 to clean CORPUS, or 0"),
         ({"MASTER_PORT": "99999"}, [], "MASTER_PORT=99999 must be at most 65535"),
         ({"VOCAB_SIZE": "30k"}, [], "VOCAB_SIZE=30k must be a whole number of at least 300"),

@@ -21,6 +21,8 @@ python() {{
     if [ "$1" = tools/train_tokenizer.py ]; then touch "$VOCAB_FILE"; else touch "$DATA_PATH.idx"; fi
     [ "${{2:-}}" != fail ]
 }}
+declare -A user_set
+if [[ "${{2:-}}" = *=* ]]; then user_set[${{2%%=*}}]=${{2#*=}}; fi
 if [ "${{2:-}}" = fails ]; then python() {{ return 3; }}; fi
 prepare_corpus
 echo "has $DATA_PATH"
@@ -40,6 +42,13 @@ def test_one_of_two_nodes_prepares(tmp_path: Path) -> None:
     assert (tmp_path / "calls").read_text().split() == ["tools/train_tokenizer.py", "tools/preprocess_data.py"]
     assert (tmp_path / "data" / "source").read_text() == "corpus/sample.jsonl\n"
     assert not (tmp_path / "data" / "preparing").exists()
+    for given, end in (
+        ("VOCAB_SIZE=10", said[0]),
+        ("VOCAB_SIZE=20", "data was prepared with VOCAB_SIZE=10, not 20; set another RUN_DIR=\n"),
+        ("CLEAN=1", "data was prepared with CLEAN=0, not 1; set another RUN_DIR=\n"),
+        ("ENCODING=gb18030", "data was prepared with ENCODING=auto, not gb18030; set another RUN_DIR=\n"),
+    ):
+        assert prepare(tmp_path, given).communicate(timeout=60)[0].endswith(end)
 
 
 def test_whoever_fails_or_dies_lets_the_next_one_prepare(tmp_path: Path) -> None:
