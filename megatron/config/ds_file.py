@@ -65,7 +65,7 @@ def read_file(config: Config, find_problem: Callable[[str, Content], str | None]
         if not is_number or not 0 <= value < inf:
             raise ConfigError(f"{path}: {key!r} must be a number of at least 0, not {format_value(value)}")
     power = content.get("fp16", {}).get("initial_scale_power", 0)
-    if power > 62:  # torch multiplies by 64-bit integers
+    if float(power) > 62:  # torch multiplies by 64-bit integers; DeepSpeed accepts "16", too
         raise ConfigError(
             f"{path}: fp16.initial_scale_power {power} must be at most 62: the loss scale is 2 to this power"
         )

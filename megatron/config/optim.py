@@ -17,6 +17,13 @@ def floor_share(share: float, total: int) -> int:
     return nearest if abs(product - nearest) <= 1e-9 * max(1, nearest) else int(product)
 
 
+def _check_beta(value: float) -> str | None:
+    """Return an error text unless `value` can be a beta of Adam."""
+    if 0 <= value < 1:
+        return None
+    return "must be at least 0 and less than 1"
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig(MuonConfig):
     """Settings of the optimizer and the learning-rate schedule."""
@@ -82,8 +89,8 @@ class OptimConfig(MuonConfig):
         "--deepspeed-config, or 1.0",
         at_least(0),
     )
-    adam_beta1: float = opt(0.9, "Adam's beta1", between(0, 1))
-    adam_beta2: float = opt(0.999, "Adam's beta2", between(0, 1))
+    adam_beta1: float = opt(0.9, "Adam's beta1", _check_beta)
+    adam_beta2: float = opt(0.999, "Adam's beta2", _check_beta)
     adam_eps: float = opt(
         1e-8, "Adam's epsilon; muP divides it by the width of the model over the base width", at_least(0)
     )

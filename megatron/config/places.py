@@ -29,9 +29,11 @@ def location_problems(config: Config) -> Iterator[str]:
         if f.name not in URL_SETTINGS + PATH_SETTINGS:
             continue
         check = check_location if f.name in URL_SETTINGS else require_local
-        value = getattr(getattr(config, section), f.name) or ()
+        value = getattr(getattr(config, section), f.name)
+        if value == "":
+            yield f"{flag(f.name)} is empty; give a path, or leave it out"
         # A value is one text, a tuple of words, or None.
-        text = value if isinstance(value, str) else " ".join(value)
+        text = value if isinstance(value, str) else " ".join(value or ())
         for word in text.split():
             named_location = word.strip('"[]{},;')  # without the punctuation of JSON and of --data-stages
             location = re.sub(r"^[\w.-]+=", "", named_location)  # `NAME=PREFIX` names a data set

@@ -179,6 +179,8 @@ def test_short_forms_mean_what_they_mean_in_deepspeed(tmp_path: Path) -> None:
     assert (found.precision, found.zero_stage, found.clip_grad) == ("fp16", 1, 1.0)
     found = settle(tmp_path, {"fp16": None, "zero_optimization": False, "bf16": None})
     assert (found.precision, found.zero_stage) == ("fp32", 0)
+    found = settle(tmp_path, {"fp16": {"enabled": True, "initial_scale_power": "16"}})
+    assert found.precision == "fp16"
     found = settle(tmp_path, {"zero_optimization": {"stage": 1, "contiguous_gradients": None}})
     assert found.zero_stage == 1
 
