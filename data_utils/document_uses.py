@@ -12,9 +12,9 @@ import numpy as np
 from megatron.data.corpus_paths import corpus_names, is_triple, prefixes_of
 from megatron.data.indexed_dataset import IndexedDataset
 
-from .cli import align_columns
 from .iterations import Iterations
 from .run_data import load_config, load_datasets
+from .tables import align_columns
 
 PREVIEW = 60  # number of characters of a document's text that `which` shows
 

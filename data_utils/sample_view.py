@@ -11,7 +11,8 @@ from megatron.tasks.prefix import mark_prefixes
 from megatron.tokenizer import Tokenizer
 from megatron.utils import get_ltor_documents_and_position_ids
 
-from .cli import align_columns, new_figure, save_figure
+from .cli import new_figure, save_figure
+from .tables import align_columns
 
 Sample = dict[str, Tensor]  # tensors of a sample, or attention masks, by name
 Columns = dict[str, list[Any]]

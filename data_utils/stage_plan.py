@@ -9,8 +9,9 @@ from megatron.config import Config
 from megatron.data.blend import tokens_of
 from megatron.data.corpus_paths import corpus_names
 
-from .cli import align_columns, new_figure, save_figure
+from .cli import new_figure, save_figure
 from .document_uses import corpus_datasets
+from .tables import align_columns
 
 
 class Plan(NamedTuple):

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 
-from data_utils.cli import split_columns
+from data_utils.tables import split_columns
 from megatron.estimate.per_rank import Memory
 from megatron.estimate.sizes import Shapes, parameters
 from megatron.model.work import sample_lengths

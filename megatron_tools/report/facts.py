@@ -5,7 +5,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from data_utils.cli import align_columns, split_columns
+from data_utils.tables import align_columns, split_columns
 from megatron.tokenizer.load import find_vocab_file
 
 from .runs import RunData

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from data_utils.cli import align_columns
+from data_utils.tables import align_columns
 
 from .records import OutputKey, Records, is_exact_split, join_outputs
 
