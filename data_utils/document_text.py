@@ -5,12 +5,16 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from megatron.config.messages import shorten_list
+from megatron.json_text import brief
+
 from .files import Source, format_suffix
 from .streams import decode_error_place, encoding_hint, is_utf8
 
 _LINE_BREAK = re.compile("\r\n?")
 _OUTER_BLANK_LINES = re.compile("^(?:[^\\S\n]*\n)+|(?:\n[^\\S\n]*)+$")  # blank lines before and after a text
 
+ONE_LINE = "write each record on a line of its own, or a list of records into a .json file"
 ExtractTexts = Callable[[Any], tuple[Any, ...]]
 
 
@@ -30,19 +34,23 @@ def parse_document(raw: bytes, source: Source, keys: Sequence[str] | ExtractText
     try:
         record = json.loads(text.removeprefix("\ufeff"))
     except json.JSONDecodeError as error:
-        raise ValueError(f"the record is not JSON ({error.msg} at column {error.colno})") from None
+        hint = f"; {ONE_LINE}" if text.strip() in ("{", "[") else ""
+        raise ValueError(f"the record is not JSON ({error.msg} at column {error.colno}){hint}") from None
     except ValueError:  # Python refuses integers of more than 4300 digits
         raise ValueError("the record is not JSON (a number has more than 4300 digits)") from None
     except RecursionError:
         raise ValueError("the record is not JSON (nested too deeply)") from None
     if callable(keys):
         return keys(record)
-    values = record if isinstance(record, dict) else {}
+    if not isinstance(record, dict):
+        raise ValueError(f"the record is not a JSON object; {ONE_LINE}")
     texts = []
     for key in keys:
-        value = values.get(key)
+        value = record.get(key)
         if not isinstance(value, str):
-            raise ValueError(f"the record has no text under the key {key!r}")
+            others = [brief(name, 40) for name, other in record.items() if isinstance(other, str)]
+            hint = f", but under {shorten_list(others, 5)}: pass that as --json-key" if others else ""
+            raise ValueError(f"the record has no text under the key {key!r}{hint}")
         # Only an escape can write half of a surrogate pair, and the check of every text would take time.
         if "\\u" in text or "\\U" in text:
             check_surrogates(value)

@@ -44,11 +44,13 @@ def find_files(
     encoding: encoding of the text, or `auto` to judge each file by its content.
     notify: called with a message about skipped files. Files of other types, reports of tools/clean_corpus.py and files
     that were already found under another path are skipped.
-    Raises InputError for an input that does not exist, cannot be read or is of an unsupported type.
+    Raises InputError for an input that does not exist, cannot be read or is of an unsupported type, and for a file that
+    two inputs give.
     """
     if encoding != AUTO:
         is_utf8(encoding)  # raises InputError for an unknown encoding
     files: list[Source] = []
+    seen: set[str] = set()
     for text in inputs:
         name, weight = _split_weight(text)
         path = Path(name)
@@ -65,6 +67,10 @@ def find_files(
             paths = [name]
         for path_found in paths:
             _check_file(path_found)
+            real = os.path.realpath(path_found)
+            if real in seen:
+                raise InputError(f"{path_found} is given twice; give it once, as {path_found}@2 to read it twice")
+            seen.add(real)
             file_encoding = encoding
             if encoding == AUTO:
                 file_encoding = "utf-8" if format_suffix(path_found) == ".parquet" else detect_encoding(path_found)

@@ -15,7 +15,7 @@ from megatron.storage import to_path
 from megatron.tokenizer import load_tokenizer
 from megatron.tokenizer.base import eod_mismatch
 
-from .cli import Parser, any_path, any_prefix, local_path, natural_int, output_file, positive_int, run
+from .cli import Parser, any_path, any_prefix, local_path, natural_int, output_file, output_prefix, positive_int, run
 from .document_uses import print_iteration, print_uses
 from .iterations import Iterations
 from .merge_commands import drop_documents, merge_pairs, split_pair
@@ -203,7 +203,8 @@ def sample(args: argparse.Namespace) -> None:
         raise ValueError(f"the {args.part} part of the run is empty; choose another --part")
     sets = part if isinstance(part, dict) else {"": part}
     if args.set not in sets:
-        raise ValueError(f"the {args.part} part of the run has no data set {args.set!r}; set --set to one of {[*sets]}")
+        advice = f"set --set to one of {[*sets]}" if any(sets) else "leave --set out, as there is only one data set"
+        raise ValueError(f"the {args.part} part of the run has no data set {args.set!r}; {advice}")
     view = sample_view.t5_view if config.is_t5 else sample_view.gpt2_view
     if config.objective == "sft":
         view = sample_view.sft_view
@@ -271,7 +272,7 @@ def _add_writers(command: Callable[..., argparse.ArgumentParser]) -> None:
     cmd.add_argument(
         "prefixes", type=any_path, nargs="+", help="paths of the pairs, in order, with or without .bin or .idx"
     )
-    cmd.add_argument("--output", type=local_path, required=True, help="path of the new pair, without .bin or .idx")
+    cmd.add_argument("--output", type=output_prefix, required=True, help="path of the new pair, without .bin or .idx")
     cmd = command("split", split_pair, "split a pair into training, validation and test", pair=True)
     cmd.add_argument(
         "--split",
@@ -280,12 +281,12 @@ def _add_writers(command: Callable[..., argparse.ArgumentParser]) -> None:
     )
     cmd.add_argument(
         "--output",
-        type=local_path,
+        type=output_prefix,
         help="path of the new pairs, without _train, _valid or _test (default: path of the given pair)",
     )
     cmd = command("drop", drop_documents, "write a pair without some documents", pair=True)
     cmd.add_argument("documents", nargs="+", help="document numbers, from 0, and ranges such as 20-31")
-    cmd.add_argument("--output", type=local_path, required=True, help="path of the new pair, without .bin or .idx")
+    cmd.add_argument("--output", type=output_prefix, required=True, help="path of the new pair, without .bin or .idx")
 
 
 def cli() -> None:

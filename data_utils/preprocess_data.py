@@ -33,6 +33,7 @@ from .cli import (
     all_chunks,
     local_path,
     number_type,
+    output_prefix,
     run,
     unreadable_error,
     write_json,
@@ -343,7 +344,8 @@ def build_parser() -> Parser:
     parser = Parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add_input_flags(parser)
-    add("--output-prefix", type=local_path, required=True, help="path prefix of the output files, such as data/corpus")
+    prefix_help = "path prefix of the output files, such as data/corpus"
+    add("--output-prefix", type=output_prefix, required=True, help=prefix_help)
     add("--vocab-file", type=local_path, required=True, help="tokenizer of tools/train_tokenizer.py or Hugging Face")
     add("--tokenizer-type", choices=KINDS, default="auto", help="tokenizer type (default: detected from the file)")
     add(
@@ -378,16 +380,10 @@ def build_parser() -> Parser:
         help="date that strftime_now returns in the chat template, such as 2024-07-26 or 2024-07-26T15:30:00 "
         "(default: the current time); recorded in the sidecar",
     )
-    add(
-        "--noise-density", type=number_type(between(0.01, 0.9)), default=0.15,
-        help="share of masked tokens for cpm-t5 (default: 0.15)",
-    )  # fmt: skip
-    add(
-        "--mean-span-length",
-        type=number_type(at_least(1)),
-        default=3.0,
-        help="mean tokens in a masked span for cpm-t5 (default: 3)",
-    )
+    density = number_type(between(0.01, 0.9))
+    add("--noise-density", type=density, default=0.15, help="share of masked tokens for cpm-t5 (default: 0.15)")
+    length = number_type(at_least(1))
+    add("--mean-span-length", type=length, default=3.0, help="mean tokens in a masked span for cpm-t5 (default: 3)")
     add("--seed", type=int, default=1234, help="seed for span masking and for sampling FILE@0.5 (default: 1234)")
     return parser
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron.tokenizer import load_tokenizer
 from megatron.tokenizer.segment import SEGMENTERS
+from megatron.tokenizer.sentencepiece import EOD
 
 from .cli import Parser, add_input_flags, local_path, max_document_bytes, positive_int, run, unreadable_error
 from .documents import read_texts
@@ -60,6 +61,11 @@ def main(args: argparse.Namespace) -> None:
         raise ValueError(f"--model-type is for sentencepiece and cpm, not for {kind}")
     if args.special_tokens and kind not in ("sentencepiece", "hf"):
         raise ValueError(f"--special-tokens is for --tokenizer-type sentencepiece and hf, not for {kind}")
+    names = ["", *args.special_tokens]
+    if kind == "sentencepiece":
+        names += ["<unk>", EOD]
+    if len(set(names)) < len(names):
+        raise ValueError("--special-tokens lists a name twice, an empty name, or a token that is always added")
     check_outputs(args.input, [args.output], args.encoding)
     needed = SUFFIXES[kind]
     suffix = Path(args.output).suffix

@@ -113,6 +113,9 @@ def test_a_sample_of_each_named_validation_set(tool: Tool, corpora: dict[str, st
         lines = tool(sets, "sample", "1", "--part", "valid", "--set", name).splitlines()
         rows = [line.split() for line in lines if line.split()[0].isdigit()]
         assert len(rows) == 16 and all(int(row[1]) in ids for row in rows)
-    for wrong in (["sample", "1", "--part", "valid"], ["sample", "1", "--set", "web"]):
-        with pytest.raises(ValueError):
-            tool(sets, *wrong)
+    for wrong, advice in (
+        (["--part", "valid"], r"--set to one of \['web', 'books'\]"),
+        (["--set", "web"], "leave --set out"),
+    ):
+        with pytest.raises(ValueError, match=advice):
+            tool(sets, "sample", "1", *wrong)

@@ -73,10 +73,17 @@ def test_gzip_folders_and_plain_text(tmp_path: Path, vocab_file: str, corpus: Pa
 
 
 BAD = {
-    "json": (b'{"text": "a"}\n{"text": \n{"text": "b"}\n', "line 2: the record is not JSON"),
+    "json": (
+        b'{"text": "a"}\n{\n{"text": "b"}\n',
+        "line 2: the record is not JSON (Expecting property name enclosed in double quotes at column 2); write each "
+        "record on a line of its own",
+    ),
     "utf8": (b'{"text": "a"}\n\n{"text": "\xff"}\n{"text": "b"}\n', "line 3: the text is not UTF-8 (byte 11 is 0xff)"),
-    "key": (b'{"text": "a"}\n{"txt": "x"}\n{"text": "b"}\n', "line 2: the record has no text under the key 'text'"),
-    "kind": (b'{"text": "a"}\n[1]\n{"text": "b"}\n', "line 2: the record has no text under the key 'text'"),
+    "key": (
+        b'{"text": "a"}\n{"txt": "x"}\n{"text": "b"}\n',
+        "line 2: the record has no text under the key 'text', but under txt: pass that as --json-key",
+    ),
+    "kind": (b'{"text": "a"}\n[1]\n{"text": "b"}\n', "line 2: the record is not a JSON object; write each record"),
     "surrogate": (
         b'{"text": "a"}\n{"text": "\\ud800"}\n{"text": "b"}\n',
         "line 2: the text contains half of a surrogate pair",

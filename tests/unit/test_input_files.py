@@ -45,6 +45,9 @@ def test_a_link_to_a_file_that_is_read_is_skipped_with_a_message(tmp_path: Path)
     assert [Path(source.path).name for source in found] == ["a.txt", "d.txt"]
     (message,) = messages
     assert "b.txt" in message and "c.txt" in message
+    for twice in ("a.txt", "*.txt", "a.txt@0.5", "b.txt"):
+        with pytest.raises(InputError, match=r"a.txt is given twice|b.txt is given twice"):
+            find_files([str(tmp_path), str(tmp_path / twice)], notify=messages.append)
 
 
 @pytest.mark.parametrize("compressed", [False, True])
