@@ -5,7 +5,7 @@ the width, so wider models need smaller learning rates. Training flags describe 
 (--family llama --num-layers 4 ...).
 """
 
-from data_utils.cli import output_file, run
+from data_utils.cli import output_file, positive_int, run
 
 from ..plan.plan_flags import TrainingFlagsParser
 
@@ -18,15 +18,21 @@ EXAMPLES = """\
 def build_parser() -> TrainingFlagsParser:
     parser = TrainingFlagsParser(__doc__, EXAMPLES)
     add = parser.add_argument
-    add("--widths", type=int, nargs="+", default=[64, 128, 256, 512], help="hidden sizes (default: 64 128 256 512)")
+    add(
+        "--widths",
+        type=positive_int,
+        nargs="+",
+        default=[64, 128, 256, 512],
+        help="hidden sizes (default: 64 128 256 512)",
+    )
     add(
         "--grow",
         choices=("heads", "head-size"),
         default="heads",
         help="what grows with the width: the number of attention heads (default) or the width of each",
     )
-    add("--steps", type=int, default=5, help="optimizer steps (default: 5)")
-    add("--seeds", type=int, default=2, help="seeds over which sizes are averaged (default: 2)")
+    add("--steps", type=positive_int, default=5, help="optimizer steps (default: 5)")
+    add("--seeds", type=positive_int, default=2, help="seeds over which sizes are averaged (default: 2)")
     add("--output", type=output_file, help="figure to draw, a PNG (needs matplotlib)")
     return parser
 

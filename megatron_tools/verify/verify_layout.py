@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import megatron
-from data_utils.cli import Parser, local_path, positive_float, run
+from data_utils.cli import Parser, local_path, positive_float, positive_int, run
 from megatron.ranks.source import package_versions, source_hash
 
 from .layouts import DEFAULT_LAYOUTS, Layout, common_micros, read_layout
@@ -86,10 +86,6 @@ def compare_layouts(args: argparse.Namespace) -> bool:
     """
     if not Path(args.script).is_file():
         raise ValueError(f"there is no script {args.script}")
-    for name in ("steps", "micros"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name} {value} must be at least 1")
     if args.tolerance is not None and not 0 < args.tolerance < 1:
         raise ValueError(f"--tolerance {args.tolerance} must be between 0 and 1, such as 1e-4")
     refuse_layout_flags(args.flags)
@@ -164,8 +160,6 @@ def refuse_ignored_arguments(args: argparse.Namespace) -> None:
         raise ValueError(f"--fuzz ignores {given}: leave these arguments out")
     if args.flags and args.fuzz > 1:
         raise ValueError(f"--fuzz {args.fuzz}: the flags after -- are compared once in each layout; give --fuzz 1")
-    if args.micros is not None and args.micros < 1:
-        raise ValueError(f"--micros {args.micros} must be at least 1")
 
 
 def main(args: argparse.Namespace) -> None:
@@ -197,8 +191,12 @@ def build_parser() -> Parser:
         default="pp 0",
         help="layout of the run in one process: pp 0 (default), or pp 1 for a model that is always a pipeline",
     )
-    add("--steps", type=int, default=3, help="optimizer steps (default: 3)")
-    add("--micros", type=int, help="micro-batches per step over all replicas (default: as few as fit all layouts)")
+    add("--steps", type=positive_int, default=3, help="optimizer steps (default: 3)")
+    add(
+        "--micros",
+        type=positive_int,
+        help="micro-batches per step over all replicas (default: as few as fit all layouts)",
+    )
     add(
         "--precision",
         choices=("fp32", "fp64"),
@@ -213,7 +211,7 @@ def build_parser() -> Parser:
     add("--keep-dropout", action="store_true", help="do not turn off the dropout that the script's flags set")
     add(
         "--fuzz",
-        type=int,
+        type=positive_int,
         metavar="N",
         help="instead of a script: compare N random settings and layouts of GPT-2, Llama and T5 with one process",
     )

@@ -10,7 +10,7 @@ from data_utils import clean_corpus, inspect_data, preprocess_data, train_tokeni
 from data_utils.cli import Parser
 from megatron_tools.doctor import doctor
 from megatron_tools.plan import plan_flags
-from megatron_tools.report import draw_schedule, report
+from megatron_tools.report import coordinate_flags, draw_schedule, report
 from megatron_tools.verify import verify_layout
 from megatron_tools.write import demo_flags, evaluate_flags
 from tests.support import ROOT
@@ -55,7 +55,8 @@ def test_lines_are_as_long_as_the_terminal(columns: int, monkeypatch: pytest.Mon
         (evaluate_flags, "--stride 0,--limit 0,--limit -1,--window 0"),
         (draw_schedule, "--forward -1,--backward 0,--message -1,--stages 0,--micros 0"),
         (doctor, "--ranks 0,--ssh-timeout 0"),
-        (verify_layout, "--timeout 0,--timeout -1"),
+        (verify_layout, "--timeout 0,--timeout -1,--steps 0,--micros 0,--fuzz 0"),
+        (coordinate_flags, "--widths 0,--steps 0,--seeds 0"),
         (plan_flags, "--devices 0,--tokens 0,--tokens inf,--top 0,--gas 0"),
         (demo_flags, "--port 0,--port 99999"),
     ],
