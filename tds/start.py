@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.config import get_pipeline_config
 
 from ._torch import keep_saved_tensors
 from .boundary import Contract, check_match, read_contract
@@ -21,6 +20,7 @@ from .queues import has_message_queues, receives_ahead
 from .schedule import Backward, BackwardInput, Plan, Schedule, ScheduleError, find_schedule, forward_only, make_plan
 from .timetable import check_plan
 
+DEEPSPEEDS_SETTINGS = "stages partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned"
 # Types of the settings in the section "pipeline" of a ds_config.
 PIPELINE_SETTINGS: dict[str, Any] = {
     "schedule": str,
@@ -28,7 +28,7 @@ PIPELINE_SETTINGS: dict[str, Any] = {
     "timeout": int | float,
     "overlap_grad_reduce": bool,
     "use_reentrant": bool,
-    **dict.fromkeys(get_pipeline_config({}), object),  # DeepSpeed's own
+    **dict.fromkeys(DEEPSPEEDS_SETTINGS.split(), object),
 }
 
 
