@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 from megatron.tokenizer.base import WHITE_SPACE, Tokenizer, any_name_pattern
 
-from .chat_templates import BEGIN, END, PLACEHOLDER, JinjaTemplate, Message, Piece, Template
+from .chat_messages import Message
+from .chat_templates import BEGIN, END, PLACEHOLDER, JinjaTemplate, Piece, Template
 
 
 class _TokenBuffer:

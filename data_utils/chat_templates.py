@@ -11,7 +11,6 @@ text does not separate markup from contents.
 import contextlib
 import functools
 import itertools
-import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -22,45 +21,13 @@ from megatron.tokenizer.base import Tokenizer, TokenizerError, any_name_pattern
 from megatron.tokenizer.load import find_vocab_file
 from megatron.tokenizer.sibling_files import TEMPLATE, read_tokenizer_config, special_token_names
 
-from .document_text import check_surrogates, texts_in
+from .chat_messages import ROLES, Message, refuse_unrendered
+from .document_text import texts_in
 from .jinja_sandbox import GenerationBlocks, TemplateLimitError, sandbox_environment, time_limit
 
 DATE_FUNCTION = "strftime_now"  # function with which a Jinja template renders the current date
 PLACEHOLDER = "\u00b6said\u00b6"  # content that no template has, so the rest of a rendered text is markup
-ROLES = ("system", "user", "assistant")
-REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # names of one field, as for transformers
 BEGIN, END = "<|im_start|>", "<|im_end|>"  # ChatML's tokens around a turn
-
-
-class Message(NamedTuple):
-    """One turn of a conversation.
-
-    role: who speaks, one of `ROLES`. content: the text of the turn. entry: the turn in its record, which may have
-    further keys, such as tool_calls; {} for a turn with role and content only.
-    """
-
-    role: str
-    content: str
-    entry: Mapping[str, Any] = {}
-
-    @property
-    def further(self) -> dict[str, Any]:
-        """Keys of the turn besides `role` and `content`, with their values."""
-        return {key: value for key, value in self.entry.items() if key not in ("role", "content")}
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the turn as an object with all its keys, in the order of its record."""
-        return {**self.entry, "role": self.role, "content": self.content}
-
-    def for_template(self) -> dict[str, Any]:
-        """Return the turn as templates of transformers get it, with its reasoning under both names that they use."""
-        # Templates handle a missing key, but may write "None" for a null value.
-        entry = {key: value for key, value in self.entry.items() if value is not None}
-        for key in REASONING_KEYS:
-            if key in entry:
-                entry = {"thinking": entry[key], **entry, "reasoning_content": entry[key]}
-                break
-        return {**entry, "role": self.role, "content": self.content}
 
 
 class Piece(NamedTuple):
@@ -95,34 +62,6 @@ class Template(Protocol):
 
     def prompt_pieces(self, messages: Messages) -> Pieces:
         """Return the prompt: the conversation up to the point where the assistant's next answer begins."""
-
-
-def refuse_unrendered(entry: Mapping[str, Any], template: str) -> None:
-    """Raise ValueError for a key that the source `template` does not name, unless its value is null or empty."""
-    for key, value in entry.items():
-        names = "|".join(REASONING_KEYS) if key in REASONING_KEYS else re.escape(key)
-        if value not in (None, "", [], {}) and not re.search(rf"(?<!\w)({names})(?!\w)", template):
-            raise ValueError(
-                f"{key!r} is not rendered: remove this key, write it into a message, or set another --chat-template"
-            )
-
-
-def parse_messages(turns: object) -> tuple[Message, ...]:
-    """Convert a list of `{"role", "content"}` to messages. Raises ValueError for anything else."""
-    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        raise ValueError("'messages' is not a list of objects with 'role' and 'content'")
-    messages = []
-    for turn in turns:
-        is_plain = list(turn) == ["role", "content"]
-        message = Message(turn.get("role", ""), turn.get("content", ""), {} if is_plain else turn)
-        if message.role not in ROLES:
-            raise ValueError(f"the role {message.role!r} is not one of {', '.join(ROLES)}")
-        if not isinstance(message.content, str) or not message.content:
-            raise ValueError(f"a {message.role} message has no text")
-        for text in texts_in([message.content, message.further]):
-            check_surrogates(text)
-        messages.append(message)
-    return tuple(messages)
 
 
 class ChatML:

@@ -6,7 +6,8 @@ from datetime import datetime
 from typing import Any
 
 from data_utils.chat_encoder import ignores_generation_prompt, missing_chatml_tokens
-from data_utils.chat_templates import JinjaTemplate, Message, Template, load_template, parse_messages, refuse_unrendered
+from data_utils.chat_messages import Message, parse_messages, refuse_unrendered
+from data_utils.chat_templates import JinjaTemplate, Template, load_template
 from megatron.tokenizer import Tokenizer
 
 # Keys of a record, besides its messages, that other programs render

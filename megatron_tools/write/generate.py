@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from data_utils.chat_templates import Message
+from data_utils.chat_messages import Message
 from megatron import mpu
 from megatron.checkpointing import load_weights
 from megatron.checkpointing.pruned import read_newest

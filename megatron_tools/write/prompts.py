@@ -9,12 +9,11 @@ from typing import Any
 import torch.distributed as dist
 
 from data_utils.chat_encoder import missing_chatml_tokens
+from data_utils.chat_messages import parse_messages, refuse_unrendered
 from data_utils.chat_templates import (
     Template,
     has_unrecorded_date,
     load_template,
-    parse_messages,
-    refuse_unrendered,
     template_from,
     template_of_corpus,
     tokenizer_template,

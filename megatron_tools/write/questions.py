@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from data_utils.chat_encoder import ChatEncoder, turn_end
-from data_utils.chat_templates import Message, Template
+from data_utils.chat_messages import Message
+from data_utils.chat_templates import Template
 from megatron.tokenizer import SentinelTokenizer, Tokenizer
 
 

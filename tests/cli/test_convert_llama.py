@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from data_utils.chat_encoder import ChatEncoder
-from data_utils.chat_templates import BEGIN, END, ChatML, parse_messages
+from data_utils.chat_messages import parse_messages
+from data_utils.chat_templates import BEGIN, END, ChatML
 from data_utils.tokenizer_training import train_byte_bpe, train_sentencepiece
 from megatron.config.command_line import parse
 from megatron.tokenizer import load_tokenizer

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from data_utils import jinja_sandbox as sandbox
-from data_utils.chat_templates import Message, template_from
+from data_utils.chat_messages import Message
+from data_utils.chat_templates import template_from
 from data_utils.documents import InputError, read_texts
 from data_utils.tokenizer_training import train_byte_bpe
 from megatron.checkpointing import schema, share, slow

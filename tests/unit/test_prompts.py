@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from data_utils import inspect_data
-from data_utils.chat_templates import BEGIN, END, ChatML, Message, load_template, parse_messages, template_from
+from data_utils.chat_messages import Message, parse_messages
+from data_utils.chat_templates import BEGIN, END, ChatML, load_template, template_from
 from data_utils.tokenizer_training import train_byte_bpe, train_sentencepiece
 from megatron.config.command_line import parse
 from megatron.data.fim import FillInTheMiddle

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from data_utils import chats, cli, inspect_data, preprocess_data
 from data_utils.chat_encoder import ChatEncoder, ignores_generation_prompt, missing_chatml_tokens, turn_end
-from data_utils.chat_templates import ChatML, Message, load_template, parse_messages, template_from
+from data_utils.chat_messages import Message, parse_messages
+from data_utils.chat_templates import ChatML, load_template, template_from
 from data_utils.chats import messages_of
 from data_utils.indexed_writer import IndexedDatasetBuilder
 from data_utils.tokenizer_training import train_byte_bpe, train_sentencepiece

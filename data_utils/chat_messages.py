@@ -1,0 +1,69 @@
+"""Messages of a conversation, as records have them and as chat templates get them."""
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from .document_text import check_surrogates, texts_in
+
+ROLES = ("system", "user", "assistant")
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # names of one field, as for transformers
+
+
+class Message(NamedTuple):
+    """One turn of a conversation.
+
+    role: who speaks, one of `ROLES`. content: the text of the turn. entry: the turn in its record, which may have
+    further keys, such as tool_calls; {} for a turn with role and content only.
+    """
+
+    role: str
+    content: str
+    entry: Mapping[str, Any] = {}
+
+    @property
+    def further(self) -> dict[str, Any]:
+        """Keys of the turn besides `role` and `content`, with their values."""
+        return {key: value for key, value in self.entry.items() if key not in ("role", "content")}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the turn as an object with all its keys, in the order of its record."""
+        return {**self.entry, "role": self.role, "content": self.content}
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the turn as templates of transformers get it, with its reasoning under both names that they use."""
+        # Templates handle a missing key, but may write "None" for a null value.
+        entry = {key: value for key, value in self.entry.items() if value is not None}
+        for key in REASONING_KEYS:
+            if key in entry:
+                entry = {"thinking": entry[key], **entry, "reasoning_content": entry[key]}
+                break
+        return {**entry, "role": self.role, "content": self.content}
+
+
+def refuse_unrendered(entry: Mapping[str, Any], template: str) -> None:
+    """Raise ValueError for a key that the source `template` does not name, unless its value is null or empty."""
+    for key, value in entry.items():
+        names = "|".join(REASONING_KEYS) if key in REASONING_KEYS else re.escape(key)
+        if value not in (None, "", [], {}) and not re.search(rf"(?<!\w)({names})(?!\w)", template):
+            raise ValueError(
+                f"{key!r} is not rendered: remove this key, write it into a message, or set another --chat-template"
+            )
+
+
+def parse_messages(turns: object) -> tuple[Message, ...]:
+    """Convert a list of `{"role", "content"}` to messages. Raises ValueError for anything else."""
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise ValueError("'messages' is not a list of objects with 'role' and 'content'")
+    messages = []
+    for turn in turns:
+        is_plain = list(turn) == ["role", "content"]
+        message = Message(turn.get("role", ""), turn.get("content", ""), {} if is_plain else turn)
+        if message.role not in ROLES:
+            raise ValueError(f"the role {message.role!r} is not one of {', '.join(ROLES)}")
+        if not isinstance(message.content, str) or not message.content:
+            raise ValueError(f"a {message.role} message has no text")
+        for text in texts_in([message.content, message.further]):
+            check_surrogates(text)
+        messages.append(message)
+    return tuple(messages)
