@@ -49,59 +49,37 @@ def _stacked_heads(ours: str, theirs: str, heads: int) -> Match:
     """
 
     # Two heads: our rows q0 k0 v0 q1 k1 v1 are q0 q1 k0 k1 v0 v1 in Hugging Face's tensor.
-    def split(t: Tensor) -> list[Tensor]:
-        by_head = t.view(heads, 3, -1, *t.shape[1:])
-        by_kind = by_head.transpose(0, 1)
-        return [by_kind.reshape(t.shape)]
-
-    def join(ts: Parts) -> Tensor:
-        t = ts[0]
-        by_kind = t.reshape(3, heads, -1, *t.shape[1:])
-        by_head = by_kind.transpose(0, 1)
-        return by_head.reshape(t.shape)
-
-    return Match(ours, (theirs,), split, join)
+    return Match(ours, (theirs,), lambda t: [swap_order(t, heads, 3)], lambda tensors: swap_order(tensors[0], 3, heads))
 
 
-def _interleaved(ours: str, theirs: tuple[str, ...], groups: int) -> Match:
+def swap_order(rows: Tensor, outer: int, inner: int) -> Tensor:
+    """Return the rows of a fused tensor, which are `outer` groups of `inner` parts, as `inner` groups of `outer` parts.
+
+    For example, with outer 2 and inner 3, the rows q0 k0 v0 q1 k1 v1 become q0 q1 k0 k1 v0 v1.
+    """
+    by_outer = rows.reshape(outer, inner, -1, *rows.shape[1:])
+    return by_outer.transpose(0, 1).reshape(rows.shape)
+
+
+def _interleaved(ours: str, theirs: tuple[str, ...], groups: int, first_size: int = 1) -> Match:
     """Match separate Hugging Face tensors with our tensor, which interleaves their rows group by group.
 
-    groups: number of groups. A group is a head (for query, key and value) or a feature (for gate and up projection).
+    groups: number of groups. A group is a head (for query, key and value), a feature (for gate and up projection) or,
+    in grouped-query attention, all query heads that share a key head, then this key head, then its value head.
+    first_size: number of parts, such as heads, that the first of their tensors has in a group; the others have one.
     """
+    sizes = [first_size, *[1] * (len(theirs) - 1)]
 
-    # Two groups of two tensors: our rows a0 b0 a1 b1 are a0 a1 and b0 b1 in Hugging Face's tensors.
-    def split(t: Tensor) -> list[Tensor]:
-        other_dims = t.shape[1:]
-        by_group = t.view(groups, len(theirs), -1, *other_dims)
-        return [part.reshape(-1, *other_dims) for part in by_group.unbind(1)]
+    # Two groups with a first size of 2: our heads q0 q1 k0 v0 q2 q3 k1 v1 are q0 q1 q2 q3, k0 k1 and v0 v1 in theirs.
+    def split(t: Tensor) -> Parts:
+        by_group = t.view(groups, sum(sizes), -1, *t.shape[1:])
+        return [part.flatten(0, 2) for part in torch.split(by_group, sizes, 1)]
 
     def join(ts: Parts) -> Tensor:
-        by_group = [t.view(groups, -1, *t.shape[1:]) for t in ts]
-        stacked = torch.stack(by_group, 1)
-        return stacked.flatten(0, 2)
-
-    return Match(ours, theirs, split, join)
-
-
-def _grouped_heads(ours: str, theirs: tuple[str, ...], groups: int, size: int) -> Match:
-    """Match Hugging Face's separate q, k and v tensors with our fused tensor for grouped-query attention.
-
-    Our rows are ordered by group: all query heads of the group, then its key head, then its value head. groups: number
-    of groups. size: number of rows of one head.
-    """
-
-    # Four query heads in two groups: our heads q0 q1 k0 v0 q2 q3 k1 v1 are q0 q1 q2 q3, k0 k1 and v0 v1 in theirs.
-    def split(t: Tensor) -> list[Tensor]:
-        heads = t.view(groups, -1, size, *t.shape[1:])
-        queries = heads[:, :-2]
-        keys = heads[:, -2:-1]
-        values = heads[:, -1:]
-        return [part.flatten(0, 2) for part in (queries, keys, values)]
-
-    def join(ts: Parts) -> Tensor:
-        by_group = [t.view(groups, -1, size, *t.shape[1:]) for t in ts]
-        heads = torch.cat(by_group, 1)
-        return heads.flatten(0, 2)
+        by_group = []
+        for t, size in zip(ts, sizes, strict=True):
+            by_group.append(t.view(groups, size, -1, *t.shape[1:]))
+        return torch.cat(by_group, 1).flatten(0, 2)
 
     return Match(ours, theirs, split, join)
 
@@ -209,8 +187,9 @@ def llama_matches(m: ModelConfig) -> Matches:
                 f"{hf_attention}.k_proj.{kind}",
                 f"{hf_attention}.v_proj.{kind}",
             )
-            yield _grouped_heads(
-                f"{our_layer}.attention.query_key_value.{kind}", hf_names, m.key_value_heads, m.head_size
+            query_heads = m.num_attention_heads // m.key_value_heads  # of a group
+            yield _interleaved(
+                f"{our_layer}.attention.query_key_value.{kind}", hf_names, m.key_value_heads, query_heads
             )
         if m.qk_norm:
             yield Match(f"{our_layer}.attention.query_norm.weight", (f"{hf_attention}.q_norm.weight",))

@@ -7,7 +7,8 @@ iter_0001000/mp_rank_00/model_optim_rng.pt  Megatron-LM: under key "model"; mp_r
 
 import argparse
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .convert_flags import QKV_ORDERS
+from .hf_names import swap_order
 from .plain_pickle import load_plain
 
 FileContent = Mapping[str, Any]
@@ -70,7 +72,10 @@ class RankFiles:
         self.ranks = 1 + max(rank for _, rank in paths)
         # Numbers of layer files have gaps, because some pipeline layers have no weights; stages have none.
         expected_stages = stages if self.is_by_layer else range(stages[-1] + 1)
-        self._refuse_missing(paths, expected_stages)
+        kind = "layer" if self.is_by_layer else "stage"
+        for stage, rank in product(expected_stages, range(self.ranks)):
+            if (stage, rank) not in paths:
+                raise ValueError(f"{self.folder} lacks the file of model-parallel rank {rank}, {kind} {stage}")
         headers = list(map(load_plain, paths.values()))
         contents = dict(zip(paths, headers, strict=True))
         self._shards_by_rank: dict[str, dict[int, Tensor]] = {}
@@ -90,14 +95,6 @@ class RankFiles:
         is_complete = not self.is_by_layer or _is_full_cpm_pretrain(stages, block_stages)
         self._check_layers(layers, is_complete)
         self.version, self.version_source = self._version_of(headers, version)
-
-    def _refuse_missing(self, paths: Mapping[tuple[int, int], Path], stages: Iterable[int]) -> None:
-        """Raise ValueError unless each rank has a file of each pipeline stage, or of each layer."""
-        kind = "layer" if self.is_by_layer else "stage"
-        for stage in stages:
-            for rank in range(self.ranks):
-                if (stage, rank) not in paths:
-                    raise ValueError(f"{self.folder} lacks the file of model-parallel rank {rank}, {kind} {stage}")
 
     def _add_rank(self, rank: int, files: Sequence[tuple[int, FileContent, Path]]) -> list[int]:
         """Store the tensors of a rank; return the pipeline stages, or layer files, that hold transformer blocks.
@@ -369,11 +366,9 @@ def order_by_heads(rows: Tensor, heads: int, version: float) -> Tensor:
     Version 0: all queries, all keys, all values. Version 1: query, key and value for each feature of each head.
     Versions 2 and 3: query, key and value for each head, which is our order.
     """
-    other_dims = rows.shape[1:]
     if version < 1:
-        by_kind = rows.view(3, heads, -1, *other_dims)
-        return by_kind.transpose(0, 1).reshape(rows.shape)
+        return swap_order(rows, 3, heads)
     if version < 2:
-        by_feature = rows.view(heads, -1, 3, *other_dims)
+        by_feature = rows.view(heads, -1, 3, *rows.shape[1:])
         return by_feature.transpose(1, 2).reshape(rows.shape)
     return rows
