@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from shutil import copyfile
 from typing import Any, NamedTuple
 
 from data_utils.chat_encoder import missing_chatml_tokens, turn_end
@@ -113,7 +114,7 @@ def write_tokenizer(
         tokenizer_config = tokenizer_settings(base_tokenizer, vocab_path, positions)
         tokenizer_config |= _write_tokenizer_json(folder, tokenizer, vocab_path, hf_tokenizer, tokenizer_config)
     else:
-        (folder / vocab_path.name).write_bytes(vocab_path.read_bytes())
+        copyfile(vocab_path, folder / vocab_path.name)
         tokenizer_config = _sentencepiece_settings(vocab_path, tokenizer, base_tokenizer)
         if not tokenizer_config:
             return _write_placeholder(folder, vocab_path.name, base_tokenizer.name, chat)
@@ -121,7 +122,7 @@ def write_tokenizer(
     for file_name in TOKEN_FILES:
         source = vocab_path.with_name(file_name)
         if source.is_file():
-            (folder / file_name).write_bytes(source.read_bytes())
+            copyfile(source, folder / file_name)
     notes = _write_template(folder, tokenizer, chat)
     # Chat templates use variables such as bos_token. transformers takes their values from tokenizer_config.json.
     for key, token in special_token_names(base_tokenizer, vocab_path).items():
@@ -192,7 +193,7 @@ def _write_tokenizer_json(
             sentinels = list(dict.fromkeys([*listed, *sentinels]))
         entries = {"pad_token": "<pad>", "extra_special_tokens": sentinels}
     if vocab_path.name == "tokenizer.json" and not missing_names:
-        (folder / vocab_path.name).write_bytes(vocab_path.read_bytes())
+        copyfile(vocab_path, folder / vocab_path.name)
     else:
         # The source's own tokenizer.json, with all sentinels, is that of a T5. Others may end texts otherwise.
         if isinstance(tokenizer, SentinelTokenizer):
