@@ -61,10 +61,13 @@ def rope_settings(values: Values, where: Path) -> Settings:
     if kind == "default":
         return settings
     original_length = read_number("original_max_position_embeddings", values["max_position_embeddings"])
-    settings |= {
-        "rope_scaling": kind,
-        "rope_scaling_factor": _scaling_factor(values, rope, kind, original_length, read_number),
-    }
+    # For yarn, a factor of null means the quotient of the lengths. The 0 tells a missing factor, which is refused, from
+    # a null.
+    if kind == "yarn" and rope.get("factor", 0) is None:
+        factor = float(values["max_position_embeddings"] / original_length)
+    else:
+        factor = read_number("factor")
+    settings |= {"rope_scaling": kind, "rope_scaling_factor": factor}
     if kind != "linear":
         settings["rope_original_length"] = int(original_length)
     if kind == "llama3":
@@ -76,7 +79,7 @@ def rope_settings(values: Values, where: Path) -> Settings:
             "rope_beta_fast": read_number("beta_fast", 32.0) or 32.0,
             "rope_beta_slow": read_number("beta_slow", 1.0) or 1.0,
         }
-        settings["rope_attention_factor"] = _attention_factor(settings["rope_scaling_factor"], rope, read_number)
+        settings["rope_attention_factor"] = _attention_factor(factor, rope, read_number)
     return settings
 
 
@@ -128,19 +131,6 @@ def _theta(values: Values, rope: Values, source_key: str, where: Path) -> float:
     if type(theta) not in (int, float):
         raise ValueError(f"{where}: rope_theta of {source_key} is {theta!r}, not a number")
     return float(theta)
-
-
-def _scaling_factor(
-    values: Values, rope: Values, kind: str, original_length: float, read_number: Callable[..., float]
-) -> float:
-    """Return the factor by which scaling extends the context.
-
-    For yarn, a factor of null means max_position_embeddings / `original_length`.
-    """
-    # The 0 tells a missing factor from a null; `read_number` refuses a missing one.
-    if kind == "yarn" and rope.get("factor", 0) is None:
-        return float(values["max_position_embeddings"] / original_length)
-    return read_number("factor")
 
 
 def _attention_factor(factor: float, rope: Values, read_number: Callable[..., float]) -> float | None:
