@@ -100,7 +100,14 @@ class Recorder:
                     module.register_forward_hook(partial(self._leave_module, name)),
                 ]
         for name, parameter in global_parameters(self._model):
-            self.record["specs"][name] = _sharding_of(parameter)
+            spec = mpu.spec_of(parameter)
+            self.record["specs"][name] = {
+                "dim": spec.dim,
+                "full": spec.full_shape,
+                "local": spec.local_shape,
+                # (dim, begin, end) in the full tensor; a scalar is treated like a vector of one element.
+                "rows": tuple(spec.rows) if spec.local_shape else (0, 0, 1),
+            }
             self.record["weights"][name] = zero_state.get_weight(parameter).detach().cpu().clone()
             if parameter.requires_grad:
                 hook = parameter.register_hook(partial(self._add_gradient, name))  # type: ignore[no-untyped-call]
@@ -221,18 +228,6 @@ class Recorder:
 
 def _copy_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer.detach().cpu().clone() for name, buffer in global_buffers(model)}
-
-
-def _sharding_of(parameter: nn.Parameter) -> dict[str, Any]:
-    """Return how a parameter is sharded, as a dict of numbers and tuples."""
-    spec = mpu.spec_of(parameter)
-    return {
-        "dim": spec.dim,
-        "full": spec.full_shape,
-        "local": spec.local_shape,
-        # (dim, begin, end) in the full tensor; a scalar is treated like a vector of one element.
-        "rows": tuple(spec.rows) if spec.local_shape else (0, 0, 1),
-    }
 
 
 def record_run(folder: Path, steps: int) -> Callable[[], None]:
