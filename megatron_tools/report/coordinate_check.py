@@ -115,22 +115,16 @@ def activation_changes(config: Config, steps: int) -> Sizes:
 
 def _register_hooks(model: nn.Module, outputs: Mapping[str, list[Tensor]]) -> None:
     """Let the forward pass append the outputs of the modules to `outputs`. A mixture of experts is one module."""
-    inner_modules = _modules_in_mixtures(model)
+    inner_modules = set[nn.Module]()
+    for mixture in model.modules():
+        if isinstance(mixture, Mixture):
+            inner_modules |= {*mixture.modules()} - {mixture}
     for module in model.modules():
         if module in inner_modules:
             continue
         for module_class, kind in KINDS.items():
             if isinstance(module, module_class):
                 module.register_forward_hook(partial(_keep_output, outputs, kind))
-
-
-def _modules_in_mixtures(model: nn.Module) -> set[nn.Module]:
-    """Return the modules inside the model's mixtures of experts."""
-    inner_modules = set[nn.Module]()
-    for mixture in model.modules():
-        if isinstance(mixture, Mixture):
-            inner_modules |= {*mixture.modules()} - {mixture}
-    return inner_modules
 
 
 def _keep_output(outputs: Mapping[str, list[Tensor]], kind: str, module: nn.Module, inputs: Any, output: Any) -> None:
