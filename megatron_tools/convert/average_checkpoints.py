@@ -71,15 +71,6 @@ def normalized_weights(number: int, weights: Sequence[float] | None, decay: floa
     return [weight / total for weight in raw_weights]
 
 
-def check_same_model(readers: Sequence[CheckpointReader]) -> None:
-    """Raise ValueError unless all checkpoints hold the same model with the same tokenizer."""
-    first = readers[0]
-    for reader in readers[1:]:
-        differing = _first_difference(reader, first)
-        if differing:
-            raise ValueError(f"{reader.path} and {first.path} differ in {differing}; average checkpoints of one model")
-
-
 def _first_difference(first: CheckpointReader, second: CheckpointReader) -> str:
     """Return in what the models of two checkpoints differ, "" if in nothing."""
     first_model = plain_config(first).model
@@ -160,7 +151,12 @@ def _write_average(args: argparse.Namespace, output: Path, paths: Sequence[Path]
     """Write the average of the checkpoints `paths` to the folder `output`."""
     weights = normalized_weights(len(paths), args.weights, args.decay)
     readers = [CheckpointReader(path, args.ema) for path in paths]
-    check_same_model(readers)
+    for reader in readers[1:]:
+        differing = _first_difference(reader, readers[0])
+        if differing:
+            raise ValueError(
+                f"{reader.path} and {readers[0].path} differ in {differing}; average checkpoints of one model"
+            )
     sources: list[dict[str, Any]] = []
     for reader, weight in zip(readers, weights, strict=True):
         reader.verify()
