@@ -2,7 +2,6 @@
 
 import argparse
 from bisect import bisect_right
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,7 +51,12 @@ def uses_of_document(dataset: Any, corpus: int, document: int, samples: int) -> 
     epochs = -(-consumed // member.samples_per_epoch)  # rounded up, as the last epoch may be incomplete
     sample_numbers: set[int] = set()
     for epoch in range(epochs):
-        sample_numbers.update(_samples_with(dataset, corpus, document, epoch, samples))
+        for index in member.containing(np.array([document]), epoch).tolist():
+            # The smallest n for which more than `index` of the first n samples come from the corpus: with index 2, the
+            # n at which there are 3. The last of these n samples is the one that reads place `index` of the corpus.
+            n = bisect_right(range(samples + 1), index, key=partial(_num_consumed, dataset, corpus))
+            if n <= samples:
+                sample_numbers.add(n - 1)
     uses = []
     for sample in sorted(sample_numbers):
         for use in uses_in_sample(dataset, sample):
@@ -64,17 +68,6 @@ def uses_of_document(dataset: Any, corpus: int, document: int, samples: int) -> 
 def _num_consumed(dataset: Any, corpus: int, samples: int) -> int:
     """Return how many of the first `samples` samples come from a corpus."""
     return int(dataset.consumed_per_corpus(samples)[corpus]) if hasattr(dataset, "consumed_per_corpus") else samples
-
-
-def _samples_with(dataset: Any, corpus: int, document: int, epoch: int, samples: int) -> Iterator[int]:
-    """Yield the samples of the run, below `samples`, that read the document from an epoch of its corpus."""
-    indices = corpus_datasets(dataset)[corpus].containing(np.array([document]), epoch)
-    for index in indices.tolist():
-        # The smallest n for which more than `index` of the first n samples come from the corpus: with index 2, the n
-        # at which there are 3. The last of these n samples is the one that reads place `index` of the corpus.
-        n = bisect_right(range(samples + 1), index, key=partial(_num_consumed, dataset, corpus))
-        if n <= samples:
-            yield n - 1
 
 
 def corpus_datasets(dataset: Any) -> list[Any]:
