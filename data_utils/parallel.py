@@ -1,15 +1,14 @@
 """`map` over worker processes with ordered results and a bounded number of items in flight."""
 
-import os
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context, parent_process
+from multiprocessing import get_context
 from typing import Any
 
 from megatron.data.tracker import start_tracker
+from megatron.data.workers import exit_with_parent
 
 from .on_ray import ITEMS_PER_PROCESS, Item, Result, ordered_map_on_ray
 
@@ -19,15 +18,8 @@ def _initialize_worker(start: Callable[..., None], settings: tuple[Any, ...]) ->
 
     The pool ends its workers only if the parent exits normally.
     """
-    parent = parent_process()
-    if parent is not None:
-        threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
+    exit_with_parent()
     start(*settings)
-
-
-def _exit_with_parent(parent: Any) -> None:
-    parent.join()
-    os._exit(1)
 
 
 def ordered_map(

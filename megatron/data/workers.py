@@ -64,8 +64,8 @@ def kill_workers_at_exit() -> None:
     atexit.register(kill_workers)
 
 
-def exit_with_parent(_: int) -> None:
-    """Start a thread that ends this worker process as soon as its parent process ends.
+def exit_with_parent(_: int = 0) -> None:
+    """Start a thread that ends this worker process as soon as its parent process ends. _: its number, for PyTorch.
 
     PyTorch checks whether the parent is alive only while a worker waits for work. It does not notice that the parent
     died before the worker had started.
