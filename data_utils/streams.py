@@ -117,13 +117,8 @@ class _ZstdAdapter:
     def decompress(self, raw: bytes, most: int) -> bytes:
         return bytes(self._decompressor.decompress(raw))
 
-    @property
-    def eof(self) -> bool:
-        return bool(self._decompressor.eof)
-
-    @property
-    def unused_data(self) -> bytes:
-        return bytes(self._decompressor.unused_data)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._decompressor, name)  # `eof` and `unused_data`
 
 
 def _open_zstd(path: str) -> _CompressedFile:
