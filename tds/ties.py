@@ -1,6 +1,6 @@
 """Ties of modules over pipeline stages: all weights of a tied module, not only those that its spec lists."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -37,7 +37,11 @@ def tie_all_weights(module: Any, comms: Comm) -> None:
         return
     buffers = _agree_on_names(comms)
     for key, comm in comms.items():
-        _include_untied_in_norms(comm)
+        # Count the weights that only this stage has in norms; DeepSpeed leaves out the whole module on later stages.
+        tied = {id(attrgetter(name)(comm["module"])) for name in comm["weight_attr"]}
+        for p in comm["module"].parameters():
+            if id(p) not in tied:
+                p.ds_pipe_replicated = False
         source = comm["ranks"][_first_stage_index(module, key)]  # the rank whose values the others get
         for name in [*comm["weight_attr"], *buffers[key]]:
             _broadcast_bytes(attrgetter(name)(comm["module"]), source, comm["group"])
@@ -51,8 +55,11 @@ def _agree_on_names(comms: Comm) -> dict[str, list[str]]:
         copies = gather_objects(_describe_copy(comm), comm["group"])
         buffers[key] = _common_names([copy.buffers for copy in copies])
         try:
-            names = _tied_names(key, copies)
-            comm["weight_attr"] = list(_drop_aliases(comm["module"], names))
+            # One name for each tensor, the first: a tensor with two names would be summed twice.
+            first_names = dict[int, str]()
+            for name in _tied_names(key, copies):
+                first_names.setdefault(id(attrgetter(name)(comm["module"])), name)
+            comm["weight_attr"] = list(first_names.values())
         except ValueError as mismatch:
             error = mismatch  # raised below, after the collectives of the other ties
     raise_if_any_failed(error)
@@ -97,24 +104,6 @@ def _tied_names(key: str, copies: Sequence[_Copy]) -> list[str]:
 def _common_names(stages: Sequence[Shapes]) -> list[str]:
     """Return the names that all stages have, in one shape."""
     return [name for name, shape in stages[0].items() if all(each.get(name) == shape for each in stages)]
-
-
-def _drop_aliases(module: Any, names: Sequence[str]) -> Iterator[str]:
-    """Yield the names without those of a tensor that had another name before: it would be summed twice."""
-    seen = set()
-    for name in names:
-        tensor = attrgetter(name)(module)
-        if id(tensor) not in seen:
-            yield name
-        seen.add(id(tensor))
-
-
-def _include_untied_in_norms(comm: Comm) -> None:
-    """Count the weights that only this stage has in norms; DeepSpeed leaves out the whole module on later stages."""
-    tied = {id(attrgetter(name)(comm["module"])) for name in comm["weight_attr"]}
-    for p in comm["module"].parameters():
-        if id(p) not in tied:
-            p.ds_pipe_replicated = False
 
 
 def _first_stage_index(module: Any, key: str) -> int:
