@@ -166,19 +166,20 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
 
     def _run(self, plan: StagePlan) -> None:
         """Run the instructions of this stage in a step, each by its method in _HANDLERS."""
+        microbatches = self._step.microbatches
         self._neighbours.begin_step(plan.instructions, plan.post_after)
         for instruction, next_instruction in zip_longest(plan.instructions, plan.instructions[1:]):
             run = getattr(self, self._HANDLERS[type(instruction)])
             with self.observers.around(instruction):
                 run(instruction)
-            self._step.drop_if_empty(instruction.micro_chunk)
+            if microbatches[instruction.micro_chunk].is_empty:
+                del microbatches[instruction.micro_chunk]
             if type(instruction) in PASS_COST:  # the instruction is a pass, not a message
                 self._neighbours.after_pass()
             if not isinstance(next_instruction, SENDS):  # sends go before receives, because other stages wait for them
                 self._neighbours.post()
-        unfinished = self._step.microbatches
-        assert not unfinished, (
-            f"stage {self.stage_id} still holds tensors of {list(unfinished)} after the last instruction of a step"
+        assert not microbatches, (
+            f"stage {self.stage_id} still holds tensors of {list(microbatches)} after the last instruction of a step"
         )
         with self.observers.around("Flush"):
             self.observers.waiting("waiting until its last messages are sent")

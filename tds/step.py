@@ -85,8 +85,3 @@ class Step:
     compute_loss: bool
     scale: Tensor | float = 1.0
     microbatches: defaultdict[MicroChunk, Microbatch] = field(default_factory=lambda: defaultdict(Microbatch))
-
-    def drop_if_empty(self, micro_chunk: MicroChunk) -> None:
-        """Drop the state of a micro-batch on a chunk if the state is empty; called after each instruction."""
-        if self.microbatches[micro_chunk].is_empty:
-            del self.microbatches[micro_chunk]
