@@ -99,8 +99,8 @@ def one_forward_one_backward(stage: int, stages: int, micros: int, extra_warmup:
     et al. 2023). Then the message for which a stage would wait has already arrived, and more activations are kept.
     """
     warmup = min((stages - 1 - stage) * (1 + extra_warmup), micros)
-    forward = [Forward(i) for i in range(micros)]
-    backward = [Backward(i) for i in range(micros)]
+    forward = list(map(Forward, range(micros)))
+    backward = list(map(Backward, range(micros)))
     return with_messages(alternate(forward, backward, warmup), stage, stages)
 
 
