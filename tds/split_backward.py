@@ -118,11 +118,9 @@ def _forks(roots: Sequence[Node], inputs: Sequence[Tensor], order: Sequence[Node
     # A weight can be deferred if exactly one fork leads to it.
     uses: Counter[int] = Counter()  # id of a weight -> number of forks that lead to it
     weights = Weights()
-    for node in possible_forks:
+    # Each of the undeferred nodes is counted twice, as if two forks led to its weights, so they are not deferred.
+    for node in [*possible_forks, *undeferred_nodes, *undeferred_nodes]:
         uses.update(weights_below[node].keys())
-        weights |= weights_below[node]
-    for node in undeferred_nodes:
-        uses.update(dict.fromkeys(weights_below[node], 2))  # as if two forks led to them, so they are not deferred
         weights |= weights_below[node]
 
     forks = []
@@ -138,7 +136,7 @@ def _find_paths(inputs: Sequence[Tensor], order: Sequence[Node]) -> tuple[set[No
 
     The weights below a node are those to which it leads without passing a node that leads to the inputs.
     """
-    input_ids = {id(t) for t in inputs}
+    input_ids = set(map(id, inputs))
     nodes_to_inputs = set[Node]()
     weights_below = dict[Node, Weights]()
     for node in order:
