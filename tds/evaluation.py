@@ -37,10 +37,15 @@ class PipelineEvaluation(PipelineHooks):
             the last stage only.
         bcast_loss: if False, only the last stage gets the loss.
 
-        Raises ValueError for another `reduce_output`.
+        Raises ValueError for another `reduce_output`, and for fewer than one micro-batch.
         """
         micros = self.micro_batches if num_micro_batches is None else num_micro_batches
-        check_arguments(reduce_output, micros)
+        if micros < 1:
+            raise ValueError(f"num_micro_batches {micros}: there is nothing to evaluate; give 1 or more")
+        if reduce_output not in (None, "avg"):
+            raise ValueError(
+                f"reduce_output {reduce_output!r} is neither 'avg' (the mean) nor None (a list over micro-batches)"
+            )
         train_iterator = self.data_iterator
         self.data_iterator = data_iter
         self.module.eval()
@@ -58,16 +63,6 @@ class PipelineEvaluation(PipelineHooks):
         if loss is not None:
             report_losses(self, "eval_loss", loss)
         return (result, logits) if return_logits else result
-
-
-def check_arguments(reduce_output: str | None, micros: int) -> None:
-    """Raise ValueError for invalid arguments of `eval_batch`."""
-    if micros < 1:
-        raise ValueError(f"num_micro_batches {micros}: there is nothing to evaluate; give 1 or more")
-    if reduce_output not in (None, "avg"):
-        raise ValueError(
-            f"reduce_output {reduce_output!r} is neither 'avg' (the mean) nor None (a list over micro-batches)"
-        )
 
 
 def eval_result(engine: Any, loss: Tensor | None, reduce_output: str | None, bcast_loss: bool) -> Any:
@@ -88,7 +83,7 @@ def eval_result(engine: Any, loss: Tensor | None, reduce_output: str | None, bca
 
 def _mean_outputs(engine: Any) -> Any:
     """Return the mean of the outputs over micro-batches and replicas, in the shapes of one micro-batch's outputs."""
-    outputs = [as_tuple(each) for each in engine.fwd_outputs]  # a tuple of tensors for each micro-batch
+    outputs = list(map(as_tuple, engine.fwd_outputs))  # a tuple of tensors for each micro-batch
     if len(set(map(_shapes_of, outputs))) > 1:
         raise ValueError(
             "eval_batch(compute_loss=False) averages the outputs of micro-batches, but here their shapes differ: "
