@@ -37,7 +37,7 @@ def refuse_other_releases(version: str) -> str | None:
     If the environment variable TDS_ANY_DEEPSPEED is set to anything but 0, return a warning instead. Return None for a
     supported release.
     """
-    release = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    release = tuple(map(int, re.findall(r"\d+", version)[:2]))
     wanted = "deepspeed>={}.{},<{}.{}".format(*SUPPORTED[0], *SUPPORTED[1])
     lacks = "".join(f"; it lacks {each}" for each in missing_names())
     if SUPPORTED[0] <= release < SUPPORTED[1] and not lacks:
@@ -62,7 +62,7 @@ def refuse_wrong_settings(engine: Any) -> str | None:
     is set, return a warning instead. Return None if nothing is known to be wrong.
     """
     version = deepspeed.__version__
-    release = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+    release = tuple(map(int, re.findall(r"\d+", version)[:3]))
     if release >= ZERO_3_ON_CPU or engine.zero_optimization_stage() != 3 or not on_cpu():
         return None
     problem = f"DeepSpeed {version} with ZeRO 3 on CPUs may read weights before they have arrived"
@@ -338,11 +338,6 @@ def is_elementwise(optimizer: Any) -> bool:
     from deepspeed.runtime.zero.utils import is_zero_supported_optimizer
 
     return bool(is_zero_supported_optimizer(optimizer))
-
-
-def link_states(bucket: Any, states: Any) -> None:
-    """Make the optimizer states of a `Bucket`, which exist after the first step, visible to DeepSpeed's utilities."""
-    utils.lazy_init_hp_params_optimizer_state(bucket.parameters, bucket.share, states)
 
 
 FLOPS_PROFILER = {  # valid keys of the section `flops_profiler`; DeepSpeed ignores unknown keys

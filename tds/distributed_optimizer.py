@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ._deepspeed import link_shares, link_states
+from ._deepspeed import link_shares, utils
 from ._torch import has_hooks
 from .bucket_launch import BucketLauncher, ChunkOf, pack_buckets, sort_buckets
 from .buckets import Bucket
@@ -111,8 +111,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._gathers = DeferredGathers(self.buckets, layers_that_wait(module) if self._overlap_gather else ())
         for bucket in self.buckets:
             bucket.count_views()  # to notice later whether a user still views the memory
-            if bucket.accumulates_matmuls:  # a layer may add its weight gradient in one kernel
-                self._accept_matmuls(bucket)
+            if bucket.accumulates_matmuls:
+                # megatron.mpu's layers, whose weights have a `spec`, may add a weight gradient in one kernel.
+                for p in bucket.parameters:
+                    if hasattr(p, "spec"):
+                        p.spec.accumulate_wgrad = partial(self._accumulate_wgrad, p)
 
     def _make_buckets(self, module: nn.Module, chunk_of: ChunkOf, separate: Iterable[nn.Parameter]) -> None:
         """Put the trainable weights of `module` into buckets, and let the wrapped optimizer step their shares."""
@@ -140,12 +143,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             sharded = torch.optim.Adagrad(self.param_groups, **self.defaults)
             self.state.clear()
             self.state.update(sharded.state)
-
-    def _accept_matmuls(self, bucket: Bucket) -> None:
-        """Let megatron.mpu's layers, whose weights have a `spec`, accumulate weight gradients into the bucket."""
-        for p in bucket.parameters:
-            if hasattr(p, "spec"):
-                p.spec.accumulate_wgrad = partial(self._accumulate_wgrad, p)
 
     def _whole_work(self, weights: Sequence[nn.Parameter]) -> Work | None:
         """Return the function `whole_work` of the optimizer, if it steps these weights as wholes, else None."""
@@ -268,19 +265,27 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Step the shares and all-gather the weights; skip the step if the norm is not finite.
 
         A skipped step leaves step counts unchanged. Raises RuntimeError if weights were frozen or unfrozen since
-        the engine was made.
+        the engine was made, or unless `finish` and `clip` ended the gradients.
         """
         self.wait()
         self._refuse_changes()
         self._adopt_replaced()
-        norm = self._norm_of_step(closure is not None)
-        for bucket in self.buckets:
-            bucket.share.grad = bucket.share_grad
+        for p in self._bucket_of:
+            if p.grad is not None:
+                raise RuntimeError(
+                    f"the gradient of the weight {self._name_of[p]} was set after finish(), which reduces gradients: "
+                    f"set it before finish()"
+                )
+        norm = self.norm
+        if closure is not None or norm is None or not self._is_reduced:
+            raise RuntimeError(
+                "step() of a DistributedOptimizer was called too early or with a closure: after the last backward "
+                "pass, call finish(), clip() and then step() without a closure"
+            )
         clip_in_step(self.optimizer, [bucket.share_grad for bucket in self.buckets], norm, self._limit)
         self._global_grad_norm = norm
         self.norm = None
         # Step a group of buckets at a time. The wrapped optimizer steps only the shares that have a gradient.
-        grads = {bucket: bucket.share.grad for bucket in self.buckets}
         for bucket in self.buckets:
             bucket.share.grad = None
         # For example, 20 buckets are stepped in groups of 3, in the order in which the next forward pass uses them.
@@ -292,7 +297,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for start in range(0, len(forward_order), max(group_size, 1)):
             group = forward_order[start : start + group_size]
             for bucket in group:
-                bucket.share.grad = grads[bucket]
+                bucket.share.grad = bucket.share_grad
             step()
             for bucket in group:
                 bucket.gather()  # runs while the next group is stepped
@@ -302,21 +307,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._lazy_init_hp_params_optimizer_state()
         if self.read_norm is not None:
             self.overflow = not math.isfinite(self.read_norm())
-
-    def _norm_of_step(self, has_closure: bool) -> Tensor:
-        """Return the norm that `clip` stored. Raises RuntimeError unless `finish` and `clip` ended the gradients."""
-        for p in self._bucket_of:
-            if p.grad is not None:
-                raise RuntimeError(
-                    f"the gradient of the weight {self._name_of[p]} was set after finish(), which reduces gradients: "
-                    f"set it before finish()"
-                )
-        if has_closure or self.norm is None or not self._is_reduced:
-            raise RuntimeError(
-                "step() of a DistributedOptimizer was called too early or with a closure: after the last backward "
-                "pass, call finish(), clip() and then step() without a closure"
-            )
-        return self.norm
 
     def wait(self) -> None:
         """Wait until this replica has all weights of the last step; needed only with `overlap_gather`."""
@@ -339,7 +329,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Link parameters to their optimizer moments, so that DeepSpeed's utilities can read the moments."""
         for bucket in self.buckets:
             if bucket.share in self.state:
-                link_states(bucket, self.state)
+                utils.lazy_init_hp_params_optimizer_state(bucket.parameters, bucket.share, self.state)
                 self._are_states_linked = True
 
     def refresh_fp32_params(self) -> None:
@@ -365,8 +355,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises ValueError if the shares differ in number or size from this run's.
         """
-        own_state = self._own_state(state_dict_list)
-        if own_state is None:
+        own_state: Any = None
+        if len(state_dict_list) == dist.get_world_size(self.dp_process_group):
+            own_state = state_dict_list[dist.get_rank(self.dp_process_group)]
+        # The items of other replicas may be None.
+        saved_shapes = [share.shape for share in own_state.get("shares", ())] if own_state else None
+        if saved_shapes != [bucket.share.shape for bucket in self.buckets]:
             raise ValueError(
                 f"the checkpoint holds optimizer states sharded over {len(state_dict_list)} replicas, which do not fit "
                 f"this run with {dist.get_world_size(self.dp_process_group)} replicas: use the same number of replicas "
@@ -385,15 +379,3 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.param_groups = wrapped.param_groups
         self.state = wrapped.state
         self.defaults = wrapped.defaults
-
-    def _own_state(self, states: Any) -> Any:
-        """Return this replica's item of `states`, or None if the shares in it differ in size from this run's shares.
-
-        The items of other replicas may be None.
-        """
-        if len(states) != dist.get_world_size(self.dp_process_group):
-            return None  # shares of another number of replicas
-        own_state = states[dist.get_rank(self.dp_process_group)]
-        saved_shapes = [share.shape for share in own_state.get("shares", ())] if own_state else None
-        shapes = [bucket.share.shape for bucket in self.buckets]
-        return own_state if saved_shapes == shapes else None
