@@ -82,7 +82,11 @@ def sum_sparse(weights: Iterable[nn.Parameter], group: object) -> None:
     """
     for weight in weights:
         grad = weight.grad
-        rows = ABSENT if grad is None else _count_rows(grad)
+        rows = DENSE
+        if grad is None:
+            rows = ABSENT
+        elif grad.is_sparse and grad.sparse_dim() == 1:
+            rows = grad.coalesce().indices().shape[1]
         counts = torch.cat(_gather(torch.tensor([rows], device=weight.device), group)).tolist()
         if DENSE in counts:
             grad = dense_gradient(weight)
@@ -92,11 +96,6 @@ def sum_sparse(weights: Iterable[nn.Parameter], group: object) -> None:
             if grad is None:
                 grad = empty_gradient(weight)
             weight.grad = _sum_of_rows(grad, [max(count, 0) for count in counts], group)
-
-
-def _count_rows(grad: Tensor) -> int:
-    """Return the number of rows of a sparse gradient, or DENSE for any other layout of `grad`."""
-    return grad.coalesce().indices().shape[1] if grad.is_sparse and grad.sparse_dim() == 1 else DENSE
 
 
 def _sum_of_rows(grad: Tensor, counts: Sequence[int], group: object) -> Tensor:
