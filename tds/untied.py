@@ -35,24 +35,20 @@ def warn_of_untied(module: Any, group: Any) -> None:
         return
     names_by_layers: dict[tuple[int, ...], list[str]] = {}  # indices of layers -> weights that they train apart
     for name, weight_holders in holders.items():
-        if _is_trained_apart(module, weight_holders):
+        stages = {module.stage_owner(each.layer) for each in weight_holders}
+        keys = {each.tie for each in weight_holders}
+        # One tie sums the gradients of a weight over the stages of all its holders.
+        is_tied = len(keys) == 1 and None not in keys
+        if len(stages) > 1 and not is_tied:
             layers = tuple(sorted(each.layer for each in weight_holders))
             names_by_layers.setdefault(layers, []).append(name)
     for layers, names in names_by_layers.items():
         warnings.warn(_describe_untied(module, layers, names), stacklevel=4)
 
 
-def _is_trained_apart(module: Any, holders: Sequence[Holder]) -> bool:
-    """Return whether a weight's holders lie on several stages, and no one tie sums its gradients over them."""
-    stages = {module.stage_owner(each.layer) for each in holders}
-    keys = {each.tie for each in holders}
-    is_tied = len(keys) == 1 and None not in keys
-    return len(stages) > 1 and not is_tied
-
-
 def _describe_untied(module: Any, layers: Sequence[int], names: Sequence[str]) -> str:
     """Return the warning that these layers, on several stages, share the weights `names` without a tie."""
-    stages = sorted({module.stage_owner(layer) for layer in layers})
+    stages = sorted(set(map(module.stage_owner, layers)))
     more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     verb = "is" if len(names) == 1 else "are"
     return (
