@@ -102,7 +102,7 @@ def _watch_connections(listener: socket.socket, seconds: float) -> None:
 
 
 def _read_host_name(connection: socket.socket, host_name: bytearray, seconds: float) -> bool:
-    """Append to `host_name` what a connection has received; return False if the connection has ended.
+    """Append to `host_name`, JSON that `_connect` has sent, what has come; return False if the connection has ended.
 
     If it has ended because its host is silent, announce that. If the process of the other side has ended, its watchdog
     or another rank reports that; or it connects again.
@@ -111,19 +111,14 @@ def _read_host_name(connection: socket.socket, host_name: bytearray, seconds: fl
         received = connection.recv(4096)
     except OSError as error:
         if error.errno in SILENT_ERRORS:
-            _announce(host_name, seconds)
+            with contextlib.suppress(Exception):  # without a name, or without a store, rank 0 has nothing to announce
+                host = json.loads(host_name)
+                board = FaultBoard("run")
+                ranks = [rank for rank, name in board.host_names().items() if name == host]
+                board.announce(_describe_silence(f"{host} ({name_ranks(ranks)})", seconds))
         return False
     host_name.extend(received)
     return bool(received)
-
-
-def _announce(host_name: bytearray, seconds: float) -> None:
-    """Announce that a host is silent. host_name: what `_connect` has sent, the name as JSON."""
-    with contextlib.suppress(Exception):  # without a name, or without a store, rank 0 has nothing to announce
-        host = json.loads(host_name)
-        board = FaultBoard("run")
-        ranks = [rank for rank, name in board.host_names().items() if name == host]
-        board.announce(_describe_silence(f"{host} ({name_ranks(ranks)})", seconds))
 
 
 def _describe_silence(host: str, seconds: float) -> str:
