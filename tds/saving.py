@@ -101,9 +101,12 @@ class PipelineState:
         loaded too (`with_optimizer`) and the checkpoint has another partition of the layers. A universal checkpoint
         fits any partition, because its optimizer states have names.
         """
-        path = _checkpoint_folder(folder, tag, universal)
-        if path is None:
-            return
+        latest = folder / ("latest_universal" if universal else "latest")
+        if tag is None and latest.is_file():
+            tag = latest.read_text(encoding="utf-8").strip()
+        path = folder / str(tag)
+        if tag is None or not path.is_dir():
+            return  # DeepSpeed reports the error
         if with_optimizer and not universal:
             _refuse_other_layout(path, layout_of(self._module))
         state = self._state()
@@ -147,15 +150,6 @@ class PipelineState:
 def layout_of(module: Any) -> Layout:
     """Return the partition of the layers: `cuts` (first layer of each group) and `chunks` (groups per stage)."""
     return {"cuts": [int(cut) for cut in module.parts], "chunks": getattr(module, "chunks", 1)}
-
-
-def _checkpoint_folder(folder: Path, tag: Any, universal: bool) -> Path | None:
-    """Return the folder of a checkpoint, or None if it does not exist; DeepSpeed then reports the error."""
-    latest = folder / ("latest_universal" if universal else "latest")
-    if tag is None and latest.is_file():
-        tag = latest.read_text(encoding="utf-8").strip()
-    path = folder / str(tag)
-    return path if tag is not None and path.is_dir() else None
 
 
 def _read_layout(file: Path) -> Layout:
@@ -217,7 +211,7 @@ def _differing_buffers(module: nn.Module, group: Any) -> str:
     """
     if dist.get_world_size(group) == 1:
         return ""
-    weights = {id(p) for p in module.parameters()}
+    weights = set(map(id, module.parameters()))
     digests = {}
     for name, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor) and id(value) not in weights:
