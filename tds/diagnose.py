@@ -90,13 +90,6 @@ def strip_cpp_stacks(text: str) -> str:
     return _CPP_STACK.sub("", text)
 
 
-def _caller_stack(error: BaseException) -> list[str]:
-    """Return the stack of the callers of the function that caught `error`, such as the user's script, as lines."""
-    frame = error.__traceback__.tb_frame.f_back if error.__traceback__ else None
-    # The frames of contextlib lie between `watching`, which catches the error, and the code that it surrounds.
-    return [line for line in traceback.format_stack(frame) if "contextlib.py" not in line] if frame else []
-
-
 def _exit(code: int) -> None:
     """Exit at once, without C++ destructors, which may fail and print errors when other ranks have exited."""
     for stream in (sys.stdout, sys.stderr):
@@ -203,7 +196,10 @@ class Watchdog(Observer):
         if not self._exit_lock.acquire(blocking=False):
             # Another thread is already ending this process; wait for the end.
             time.sleep(2 * self._board.collect_seconds)
-        lines = [*_caller_stack(error), *traceback.format_exception(error)]
+        frame = error.__traceback__.tb_frame.f_back if error.__traceback__ else None
+        # The frames of contextlib lie between `watching`, which catches the error, and the code that it surrounds.
+        lines = [line for line in traceback.format_stack(frame) if "contextlib.py" not in line] if frame else []
+        lines += traceback.format_exception(error)
         text = shortened(strip_cpp_stacks("".join(lines)).rstrip(), MAX_STACK_CHARS)
         is_interrupt = isinstance(error, KeyboardInterrupt)
         if is_interrupt and threading.current_thread() is threading.main_thread():
