@@ -104,7 +104,7 @@ def repeated(text: str, limits: Limits) -> str:
     too many repeated lines remain.
     """
     lines = text.split("\n")
-    kept = [collapse_phrases(line) for line in lines]
+    kept = list(map(collapse_phrases, lines))
     removed = len(text) - len("\n".join(kept))
     if removed > limits.max_repeated * len(text):
         raise Drop("repeated phrases")

@@ -251,7 +251,7 @@ def format_suffix(path: str) -> str | None:
     name = path.lower()
     if is_compressed(path):
         name = os.path.splitext(name)[0]
-    suffix = next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
+    suffix = next((filter(name.endswith, SUFFIXES)), None)
     if suffix == ".parquet" and is_compressed(path):  # Parquet files are compressed inside
         return None
     return suffix

@@ -65,7 +65,7 @@ def _table(
     return {
         **_columns(tokens, tokenizer),
         "next": _token_texts(labels, tokenizer),
-        "loss": [int(x) for x in loss_mask],
+        "loss": list(map(int, loss_mask)),
         "position": positions.tolist(),
         "document": documents.tolist(),
     }

@@ -217,7 +217,7 @@ def train_byte_bpe(texts: Iterable[str], output: str, vocab_size: int, kind: str
         _write(output, tokenizer.to_str(pretty=True).encode())
         return
     model = json.loads(tokenizer.to_str())["model"]
-    merges = [" ".join(pair) for pair in model["merges"]]
+    merges = list(map(" ".join, model["merges"]))
     _write(f"{output}/merges.txt", ("#version: 0.2\n" + "\n".join(merges) + "\n").encode())
     _write(f"{output}/vocab.json", json.dumps(model["vocab"], ensure_ascii=False).encode())
 

@@ -178,7 +178,7 @@ ROW = 4096  # elements per partial norm; torch's CPU norm of 10 million fp32 ele
 def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the 2-norm of each tensor, a scalar: in one kernel on accelerators, with fp32 accuracy on CPUs."""
     if all(t.device.type == "cpu" for t in tensors):
-        return [_norm_by_rows(t) for t in tensors]
+        return list(map(_norm_by_rows, tensors))
     foreach_norm = getattr(torch, "_foreach_norm", None)
     if foreach_norm is None:
         return [torch.linalg.vector_norm(t) for t in tensors]

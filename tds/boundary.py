@@ -97,7 +97,7 @@ def _legacy_declaration(model: Any) -> Declared:
             lists[name] = value
     if not lists:
         return None
-    lengths = {len(value) for value in lists.values()}
+    lengths = set(map(len, lists.values()))
     if len(lengths) > 1:
         description = ", ".join(f"{name} has {len(value)}" for name, value in lists.items())
         raise BoundaryError(f"the lists that declare the pipeline boundary differ in length: {description}")

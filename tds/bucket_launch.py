@@ -136,7 +136,7 @@ class BucketLauncher:
         for bucket in self._buckets:
             bucket.wait()
         self._expected = self._counts  # for the next step
-        self._hooked = {p for p in self._bucket_of if has_hooks(p)}
+        self._hooked = set(filter(has_hooks, self._bucket_of))
         self.reset()
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:

@@ -131,7 +131,7 @@ def parallel_groups(members: Sequence[int], topology: Any) -> list[list[int]]:
     """
     # For example, members = [0, 1], the tensor-parallel ranks of stage 0 and replica 0 of a grid of 8 ranks: the groups
     # are [0, 1], [2, 3], [4, 5] and [6, 7], one for each stage and replica.
-    coords = [topology.get_coord(rank) for rank in members]
+    coords = list(map(topology.get_coord, members))
     axes = [axis for axis in AXES if axis in topology.get_axis_names()]
     # For each axis, the sets of coordinates that a group may have along it: in the example, [[0], [1]] for pipe and for
     # data, and [[0, 1]] for model.
@@ -166,7 +166,7 @@ def share_deepspeed_groups(topology: Callable[[], Any]) -> Iterator[None]:
         if members not in group_of_ranks:
             rank_lists = [members]
             if len(members) < dist.get_world_size():
-                rank_lists = [tuple(each) for each in parallel_groups(members, topology())]
+                rank_lists = list(map(tuple, parallel_groups(members, topology())))
             if members not in rank_lists:
                 return original_new_group(ranks)  # these ranks do not form a group along axes of the grid
             # `shared_groups` returns the one group that this rank is in. All lists of the axis map to it, and the last

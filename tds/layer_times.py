@@ -148,7 +148,7 @@ def choose_cuts(module: Any, method: str | Sequence[int]) -> list[int]:
     text = method if isinstance(method, str) else ",".join(map(str, method))
     if not text.replace(",", "").replace(" ", "").isdigit():  # a name, not cuts such as "0,3,7"
         return _named_cuts(module, text, groups)
-    cuts = [int(part) for part in text.split(",")]
+    cuts = list(map(int, text.split(",")))
     if len(cuts) != groups + 1 or cuts[0] != 0 or cuts[-1] != count or sorted(cuts) != cuts:
         raise ValueError(
             f"the cuts {cuts} do not divide {count} layers into {groups} groups: give "

@@ -355,7 +355,7 @@ def _norm_grads_with_copies(optimizer: Any, original: Any, for_clipping: bool = 
     if for_clipping:
         return result
     counted, experts = result  # DeepSpeed keeps the gradients of experts apart
-    counted_ids = {id(grad) for grad in counted}
+    counted_ids = set(map(id, counted))
     uncounted: list[Tensor] = []
     for grads in optimizer.fp32_groups_gradients:
         uncounted += [grad for grad in grads if id(grad) not in counted_ids]

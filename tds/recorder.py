@@ -34,7 +34,7 @@ def pending_collectives() -> list[str]:
     while pending and time.monotonic() < deadline:
         time.sleep(0.05)
         pending = _find_pending()
-    lines = [_describe(each) for each in pending[:MAX_SHOWN]]
+    lines = list(map(_describe, pending[:MAX_SHOWN]))
     if len(pending) > MAX_SHOWN:
         lines.append(f"and {len(pending) - MAX_SHOWN} more")
     return lines

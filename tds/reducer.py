@@ -39,7 +39,7 @@ class _GradBucket:
     def reduce(self) -> None:
         """Start the all-reduce; gradients become views of its buffer, so nothing is copied back."""
         has_grad = [p.grad is not None for p in self.parameters]
-        grads = [dense_gradient(p) for p in self.parameters]
+        grads = list(map(dense_gradient, self.parameters))
         # After the gradients comes a 1 for each weight with a gradient, so the sums are numbers of replicas. For
         # example, with gradients [a, b] of a first weight and none of a second one of one element: [a, b, 0, 1, 0].
         if self._present is None:

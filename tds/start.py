@@ -80,7 +80,7 @@ def prove_no_deadlock(schedule: Schedule, engine: Any, chunks: int) -> None:
     stages = engine.num_stages
     micros = engine.micro_batches
     plan = make_plan(schedule, stages, micros)
-    kinds = {type(each) for each in plan[0]}
+    kinds = set(map(type, plan[0]))
     if kinds.isdisjoint((Backward, BackwardInput)):
         raise ScheduleError("the schedule has no backward pass, so nothing would be learned")
     if BackwardInput in kinds:

@@ -59,7 +59,7 @@ def check_plan(plan: Plan, micros: int, rules: Rules | None = None) -> None:
     for stage, instructions in enumerate(plan):
         for chunk in range(chunks):
             order = [kind(0, chunk) for kind in passes]
-            expected_kinds = [type(each) for each in with_messages(order, stage, stages, chunks)]
+            expected_kinds = list(map(type, with_messages(order, stage, stages, chunks)))
             _check_counts(instructions, expected_kinds, micros, stage, chunk)
     simulate_times(plan)
     if stages > 1:  # a single stage sends no messages
@@ -71,7 +71,7 @@ def _backward_kinds(plan: Plan) -> tuple[Kind, ...]:
     split = (BackwardInput, BackwardWeight)
     kinds = set[Kind]()
     for instructions in plan:
-        kinds.update(type(each) for each in instructions)
+        kinds.update(map(type, instructions))
     if kinds.isdisjoint(split):
         return (Backward,) if Backward in kinds else ()
     if Backward in kinds:

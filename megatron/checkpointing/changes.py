@@ -92,7 +92,7 @@ def print_freezing_changes(reader: CheckpointReader, engine: Any) -> None:
     if frozen_before is None:  # an older checkpoint
         return
     frozen = sorted(name for name, trains in is_trained.items() if not trains and name not in frozen_before)
-    unfrozen = sorted(name for name in frozen_before if is_trained.get(name))
+    unfrozen = sorted(filter(is_trained.get, frozen_before))
     if frozen:
         print_rank_0(f"note: frozen from now on, but trained before this checkpoint: {shorten_list(frozen)}")
     if unfrozen:

@@ -118,7 +118,7 @@ def join_stages(saved: Config, config: Config, consumed: Consumed, override: boo
     samples = consumed.samples
     saved_split = _split_at(plans.saved, samples)
     current_split = _split_at(plans.current, samples)
-    if any(_is_unreadable(stage) for stage in saved_split.past):
+    if any(map(_is_unreadable, saved_split.past)):
         return "", ""
     if saved_split.past == current_split.past:  # the stages of `config` agree with what has been consumed
         changed = saved_split.future != current_split.future

@@ -46,7 +46,7 @@ def copy_tokenizer(vocab_file: str, home: Path) -> None:
             (Path(fresh) / TOKENIZER_FOLDER).rename(folder)
         return
     folder.mkdir(exist_ok=True)
-    for path in (source, *(source.with_name(name) for name in COMPANION_FILES)):
+    for path in (source, *(map(source.with_name, COMPANION_FILES))):
         if path.is_file():
             copy_file(path, folder / path.name)
     templates = sorted(source.with_name(MORE_TEMPLATES).glob("*.jinja"))

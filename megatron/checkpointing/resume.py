@@ -140,7 +140,7 @@ def start_or_resume(
         config, note = resolve_lr_schedule(config, saved)
         notes = [note, _batch_schedule_note(saved, config, state.consumed_samples)]
         notes += training_notes(saved, config, state, dist.get_world_size())
-        print_notes(each for each in notes if each)
+        print_notes(filter(None, notes))
     with raise_on_all_ranks():
         if is_rank_0():
             state.sample_hash = hash_samples(initial_hash_value, state, saved, config, dataset, start.wanted)

@@ -37,7 +37,7 @@ def prune(
         return [
             f"old checkpoints in {folder} could not be deleted ({describe_error(error)}); the next save tries again"
         ]
-    return [note for note in notes if note]
+    return list(filter(None, notes))
 
 
 def _names_to_delete(

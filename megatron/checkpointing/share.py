@@ -201,7 +201,7 @@ class Share:
         except Exception as error:
             self.record_error(error)
             return
-        self.file_reports = [report for report in (parameters, buffers) if report]
+        self.file_reports = list(filter(None, (parameters, buffers)))
 
     def record_error(self, error: Exception) -> None:
         """Keep an error of this rank until all ranks can raise it."""

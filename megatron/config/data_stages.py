@@ -136,7 +136,7 @@ def _parse_short_stage(part: str, where: str) -> Stage:
     begin = _parse_whole_number(number, UNIT_FACTORS[suffix], stage_text)
     words = blend.split()
     pairs: list[Pair] = [(None, word) for word in words]
-    is_number = [_is_float(word) for word in words]
+    is_number = list(map(_is_float, words))
     if any(is_number):  # weights at even positions, prefixes at odd ones
         if not is_number[0] or len(words) % 2:
             raise ConfigError(f"{stage_text} must be pairs of a weight and a prefix, as in 0.8 a 0.2 b")

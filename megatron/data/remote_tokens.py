@@ -180,7 +180,7 @@ class RemoteTokens:
         end_block = (stop - 1) // per_block + 1
         if all(self._readable[first_block:end_block]):
             return self._mapped_tokens[start:stop]
-        blocks = [self._get_block(number) for number in range(first_block, end_block)]
+        blocks = list(map(self._get_block, range(first_block, end_block)))
         tokens = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
         first_token = first_block * per_block
         return tokens[start - first_token : stop - first_token]

@@ -94,7 +94,7 @@ def fit_documents(
     tokens, or None for no limit. sentinels: number of sentinels, including the closing sentinel.
     The note describes the change; it is empty if the plan is unchanged.
     """
-    ends_of_corpora = [_document_ends(sizes) for sizes in corpora]
+    ends_of_corpora = list(map(_document_ends, corpora))
     unused = max((_unused_fraction(ends, plan) for ends in ends_of_corpora), default=0.0)
     if unused <= MAX_UNUSED:
         return plan, ""

@@ -8,7 +8,7 @@ PARTS = ("train", "valid", "test")
 def parse_split(text: str) -> list[float]:
     """Parse `949,50,1` into fractions that sum to 1. Raises ValueError for invalid text."""
     try:
-        weights = [float(part) for part in text.replace("/", ",").split(",")]
+        weights = list(map(float, text.replace("/", ",").split(",")))
     except ValueError:
         weights = []
     total = sum(weights)
@@ -27,7 +27,7 @@ def split_documents(shares: Sequence[float], documents: int) -> list[range]:
     # Shares of 0.5, 0.3 and 0.2 of 9 documents are exactly 4.5, 2.7 and 1.8. Rounded down, these are 4, 2 and 1; the
     # two documents that are left go to the largest remainders, 0.8 and 0.7. So the counts are 4, 3 and 2.
     exact = [share * documents for share in shares]
-    counts = [int(number) for number in exact]
+    counts = list(map(int, exact))
     by_remainder = sorted(range(len(shares)), key=lambda i: (counts[i] - exact[i], i))
     for i in by_remainder[: documents - sum(counts)]:
         counts[i] += 1

@@ -267,7 +267,7 @@ class NoPipeEngine:
             if batches is not None:
                 batches_read = [next(batches) for _ in range(gas)]
         with self.timers("targets"):
-            micro_batches = [self.batch_fn(data) for data in batches_read]
+            micro_batches = list(map(self.batch_fn, batches_read))
             if self.count_targets is None:  # each micro-batch counts as one target
                 count = torch.tensor(float(gas * self.data.size), dtype=torch.float64)
                 return micro_batches, Pending(None, count)

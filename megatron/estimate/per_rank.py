@@ -365,7 +365,7 @@ def stage_memory(stage: Stage, config: Config, resolved: Resolved, replicas: int
     replicas: number of ranks with a copy of the same weights: data-parallel size x context-parallel size.
     """
     step_memory = _StepMemory(stage, config, resolved, replicas, accelerated)
-    peaks = [step_memory.backward(index) for index in _turning_points(step_memory.layers)]
+    peaks = list(map(step_memory.backward, _turning_points(step_memory.layers)))
     if step_memory.has_head:
         peaks.append(step_memory.loss())
     is_tied = step_memory.has_head and config.model.tie_embeddings

@@ -213,7 +213,7 @@ def compare_kernels(shape: Shape, precision: str) -> Ratios:
         partial(matmul, output_grad, weight.t(), None),
         partial(transposed_matmul, output_grad, inputs),
     )
-    return [_speedups(product) for product in products]
+    return list(map(_speedups, products))
 
 
 def _packed_speedups(rows: int, o: int, i: int) -> list[float]:

@@ -29,7 +29,7 @@ def may_have_accelerator() -> bool:
         return True  # torch is missing or broken; its import in `count_accelerators` will raise an error that says so
     build_info = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
     # version.py of a CPU build sets these names to None.
-    if any(build_info.get(kind) for kind in ("cuda", "hip", "xpu")):
+    if any(map(build_info.get, ("cuda", "hip", "xpu"))):
         return True
     return bool(entry_points(group="torch.backends"))
 

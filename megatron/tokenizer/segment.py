@@ -86,7 +86,7 @@ def _cut_between(text: str) -> str:
     words: list[str] = []
     for i, part in enumerate(_ASCII.split(text)):
         if i % 2:  # split() puts the matches of the pattern at odd indices
-            words += [word for word in _NUMBER.split(part) if word]
+            words += list(filter(None, _NUMBER.split(part)))
         else:
             for j, piece in enumerate(_SPACE.split(part)):
                 words += [piece] if j % 2 else list(piece)

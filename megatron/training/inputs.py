@@ -218,7 +218,7 @@ def check_stages(dataset: Any, config: Config, start: "Start") -> None:
     """
     from ..checkpointing.resume import resumed_position
 
-    begins = [begin for begin in stage_begins(dataset) if begin]  # the stage at sample 0 is never late
+    begins = list(filter(None, stage_begins(dataset)))  # the stage at sample 0 is never late
     if not begins:
         return
     iteration, consumed = resumed_position(start)

@@ -113,7 +113,7 @@ def _joined_entry(match: Any, hf_tensors: HFTensorReader) -> LazyTensor:
     """Return the tensor to write for one of our weights, joined from theirs when it is written."""
 
     def build() -> Tensor:
-        parts = [hf_tensors.read(name) for name in match.their_names]
+        parts = list(map(hf_tensors.read, match.their_names))
         tensor: Tensor = match.join(parts)
         if not tensor.isfinite().all():
             print(f"note: NaN or Inf in {' and '.join(match.their_names)}")

@@ -42,12 +42,7 @@ def _transposed(match: Match) -> Match:
 
 
 def _stacked_heads(ours: str, theirs: str, heads: int) -> Match:
-    """Match two fused tensors of query, key and value rows.
-
-    Our rows are ordered by head: q, k and v of head 0, then of head 1, and so on. Hugging Face's tensor holds all q
-    rows, then all k rows, then all v rows.
-    """
-
+    """Match two fused tensors: ours has the rows q, k and v of each head in turn, theirs all q, then all k, all v."""
     # Two heads: our rows q0 k0 v0 q1 k1 v1 are q0 q1 k0 k1 v0 v1 in Hugging Face's tensor.
     return Match(ours, (theirs,), lambda t: [swap_order(t, heads, 3)], lambda tensors: swap_order(tensors[0], 3, heads))
 

@@ -28,7 +28,7 @@ def check_corpora(config: Config, tokenizer: Any, quick: bool) -> Findings:
     for prefix in prefixes:
         pairs = [f"{prefix}_{part}" for part in TRIPLE_PARTS] if are_masked else [prefix]
         try:
-            datasets = [IndexedDataset(pair) for pair in pairs]
+            datasets = list(map(IndexedDataset, pairs))
         except (ValueError, OSError) as error:
             yield failed(
                 "data",

@@ -164,7 +164,7 @@ def main(args: argparse.Namespace) -> None:
     if not run_paths:
         raise ValueError("give the folders of one or more runs")
     # A folder that is given twice is read once.
-    folders = [Path(path) for path in dict.fromkeys(run_paths)]
+    folders = list(map(Path, dict.fromkeys(run_paths)))
     names = short_names(folders)
     runs = [_read_with_baselines(folder, name) for folder, name in zip(folders, names, strict=True)]
     results = list(map(facts.result_facts, runs))

@@ -200,7 +200,7 @@ def case_of(chosen: Chosen) -> Case:
     family = chosen.get("--family", "llama")
     flags = ["--family", family]
     for setting_range in ranges_of(family).values():
-        if all(chosen.get(name) for name in setting_range.needs):
+        if all(map(chosen.get, setting_range.needs)):
             value = chosen.get(setting_range.name, setting_range.plain)
             flags += setting_range.to_flags(value)
     layout_sizes = {name: chosen[name] for name in LAYOUT_KEYS if name in chosen}

@@ -261,7 +261,7 @@ def _as_prompt_list(prompt: Prompts) -> list[Ids]:
     if not rows:  # the prompt is a single list of ids
         rows = [[id_ for id_ in prompt if isinstance(id_, int)]]
     if len(set(map(len, rows))) > 1:
-        raise ValueError(f"prompts of one batch must have equal length, not {[len(row) for row in rows]} tokens")
+        raise ValueError(f"prompts of one batch must have equal length, not {list(map(len, rows))} tokens")
     return rows
 
 

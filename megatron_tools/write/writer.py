@@ -164,7 +164,7 @@ def write_all(
     # Without batches, a prompt is answered before the next is read, as --interactive needs.
     window_size = size * WINDOW_BATCHES if size > 1 else 1
     while True:
-        questions = [writer.question(prompt) for prompt in itertools.islice(stream, window_size)]
+        questions = list(map(writer.question, itertools.islice(stream, window_size)))
         if not questions:
             return
         texts: dict[int, list[str]] = {}
