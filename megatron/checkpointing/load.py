@@ -80,7 +80,15 @@ def _load_tensors(reader: CheckpointReader, engine: Any, wanted: Wanted) -> None
     if moments:
         counts = _step_counts(reader, engine, moments)
         zero_state.make_moments(engine, moments, reader.optimizer["step"], counts)
-    keys = list(_needed_keys(reader, engine, moments))
+    # The order of the keys is the same on all data-parallel ranks that hold a parameter.
+    keys: list[TensorKey] = []
+    for name, parameter in global_parameters(engine.module):
+        keys.append((WEIGHT, name, parameter))
+        for moment in zero_state.moments_of(engine, parameter, moments):
+            # The checkpoint has no moments of a parameter that was frozen or never had a gradient. Its average is the
+            # weight.
+            if moment == AVERAGE or f"{moment}.{name}" in reader.tensors:
+                keys.append((moment, name, parameter))
     for kind, parameter, value in _read_and_broadcast(reader, keys, engine.device):
         if kind == WEIGHT:
             zero_state.set_weight(parameter, value)
@@ -109,20 +117,6 @@ def _step_counts(reader: CheckpointReader, engine: Any, moments: Sequence[str]) 
     return counts
 
 
-def _needed_keys(reader: CheckpointReader, engine: Any, moments: Sequence[str]) -> Iterator[TensorKey]:
-    """Yield the key of each weight and moment that this rank needs.
-
-    The order is the same on all data-parallel ranks that hold a parameter.
-    """
-    for name, parameter in global_parameters(engine.module):
-        yield WEIGHT, name, parameter
-        for moment in zero_state.moments_of(engine, parameter, moments):
-            # The checkpoint has no moments of a parameter that was frozen or never had a gradient. Its average is the
-            # weight.
-            if moment == AVERAGE or f"{moment}.{name}" in reader.tensors:
-                yield moment, name, parameter
-
-
 def _read_and_broadcast(
     reader: CheckpointReader, keys: Sequence[TensorKey], device: torch.device
 ) -> Iterator[LoadedTensor]:
@@ -146,38 +140,28 @@ def _read_and_broadcast(
     for key in keys:
         _, _, parameter = key
         keys_by_axis.setdefault(mpu.replicas_of(parameter), []).append(key)
-    problems: list[Problem] = []
+    problems: list[Problem] = []  # holds the first error of this rank, after which the rank reads no more
     for axis, axis_keys in keys_by_axis.items():
-        yield from _read_in_turn(reader, axis_keys, device, axis, problems)
+        # Of keys 0 to 5 and two ranks, rank 0 reads and sends 0, 2 and 4, rank 1 reads and sends 1, 3 and 5.
+        for begin in range(0, len(axis_keys), axis.size):
+            turn_keys = axis_keys[begin : begin + axis.size]
+            own_value: Tensor | None = None
+            if axis.rank < len(turn_keys) and not problems:  # the last turn may have fewer keys than ranks
+                try:
+                    own_value = _read_shard(reader, turn_keys[axis.rank], device).contiguous()
+                except (ValueError, OSError) as error:
+                    problems.append(error)
+            for reader_rank, (kind, _, parameter) in enumerate(turn_keys):
+                if reader_rank == axis.rank and own_value is not None:
+                    value = own_value
+                else:  # the broadcast replaces these zeros; a rank that could not read its own value sends them
+                    shape = mpu.spec_of(parameter).local_shape
+                    value = torch.zeros(shape, dtype=stored_dtype(parameter), device=device)
+                if axis.group is not None:  # None: no other rank holds these parameters
+                    dist.broadcast(value, axis.ranks[reader_rank], group=axis.group)
+                yield kind, parameter, value
     if problems:
         raise problems[0]
-
-
-def _read_in_turn(
-    reader: CheckpointReader, keys: Sequence[TensorKey], device: torch.device, axis: mpu.Axis, problems: list[Problem]
-) -> Iterator[LoadedTensor]:
-    """Read the keys as `_read_and_broadcast` does, all of parameters that the ranks of `axis` hold.
-
-    Of keys 0 to 5 and two ranks, rank 0 reads and sends 0, 2 and 4, rank 1 reads and sends 1, 3 and 5.
-    problems: receives the first error of this rank, after which the rank reads no more, also in later calls.
-    """
-    for begin in range(0, len(keys), axis.size):
-        turn_keys = keys[begin : begin + axis.size]
-        own_value: Tensor | None = None
-        if axis.rank < len(turn_keys) and not problems:  # the last turn may have fewer keys than ranks
-            try:
-                own_value = _read_shard(reader, turn_keys[axis.rank], device).contiguous()
-            except (ValueError, OSError) as error:
-                problems.append(error)
-        for reader_rank, (kind, _, parameter) in enumerate(turn_keys):
-            if reader_rank == axis.rank and own_value is not None:
-                value = own_value
-            else:  # the broadcast replaces these zeros; a rank that could not read its own value sends them
-                shape = mpu.spec_of(parameter).local_shape
-                value = torch.zeros(shape, dtype=stored_dtype(parameter), device=device)
-            if axis.group is not None:  # None: no other rank holds these parameters
-                dist.broadcast(value, axis.ranks[reader_rank], group=axis.group)
-            yield kind, parameter, value
 
 
 def _read_shard(reader: CheckpointReader, key: TensorKey, device: torch.device) -> Tensor:
