@@ -68,23 +68,16 @@ def latest_checkpoint(folder: Path) -> Path | None:
             return latest_checkpoint(folder)
         problem = "is a file" if path.is_file() else why_missing(path)
         raise CheckpointError(f"{pointer} names {path.name}, but {path} {problem}; {resume_advice(path)}")
-    _refuse_other_checksum(path, pointer, match["sums"])
-    return path
-
-
-def _refuse_other_checksum(path: Path, pointer: Path, expected: str | None) -> None:
-    """Raise CheckpointError if the checksum file of a checkpoint is not the one to which `latest` points.
-
-    pointer: the file `latest`. expected: the SHA-256 in it; None if a user has omitted it.
-    """
     sums = sums_file(path)
-    if expected and sums.is_file() and SHA256.hash_file(sums) != expected:
+    # The pointer has the SHA-256 of the checksum file, unless a user has omitted it.
+    if match["sums"] and sums.is_file() and SHA256.hash_file(sums) != match["sums"]:
         check = {BLAKE3.sums_name: "b3sum -c", SHA256.sums_name: "sha256sum -c"}[sums.name]
         raise CheckpointError(
             f"the checksum in {pointer} is not that of {sums}: one of the two files is damaged; "
             f"if `{check} {sums.name}` finds no error in {path.name}, "
             f"write only the name {path.name} into latest; otherwise, {resume_advice(path)}"
         )
+    return path
 
 
 def _refuse_missing_pointer(pointer: Path) -> None:
