@@ -59,7 +59,9 @@ def _refuse_other_model(reader: CheckpointReader, saved: Config, config: Config,
         # A custom model has no known family, so do not compare families.
         saved_model["family"] = current_model["family"]
     differences = describe_differences(saved_model, current_model)
-    is_extension = _differ_only_in_reach(saved_model, current_model)
+    # As after long-context extension, the models then differ only in rotary settings and window size.
+    differing = [name for name in saved_model if saved_model[name] != current_model[name]]
+    is_extension = all(name.startswith("rope_") or name == "sliding_window" for name in differing)
     # A run that resumes from its own checkpoint ignores --finetune, so its model must stay the same.
     if not differences or (is_extension and not wanted.position):
         return
@@ -137,15 +139,6 @@ def _layers_with_experts(config: Config) -> str | None:
     layers = max(model.num_layers, model.decoder_layers) if config.is_t5 else model.num_layers
     flags = [str(int(model.has_experts(i))) for i in range(layers)]
     return " ".join(flags) or None
-
-
-def _differ_only_in_reach(saved: Values, current: Values) -> bool:
-    """Return whether the models differ only in rotary settings and window size, as after long-context extension.
-
-    saved, current: settings of the checkpoint's model and of this run's model, by name.
-    """
-    differing = [name for name in saved if saved[name] != current[name]]
-    return all(name.startswith("rope_") or name == "sliding_window" for name in differing)
 
 
 def describe_differences(saved: Values, current: Values) -> str:
