@@ -128,7 +128,16 @@ def write_share(
     try:
         if not written_parts:
             return None  # after `finally` has read the values
-        layout = dict(_file_layout(written_parts.values()))
+        layout: dict[Slot, dict[str, Any]] = {}  # name, shape and dtype of a tensor -> full shape and stored rows
+        for part in written_parts.values():
+            spec = mpu.spec_of(part.parameter)
+            dim, begin, end = spec.rows
+            shape = list(spec.stored_shape)
+            shape[dim] = end - begin
+            dtype = stored_dtype(part.parameter)
+            for kind in part.kinds:
+                placement = {"dim": dim, "begin": begin, "end": end, "shape": list(spec.full_shape)}
+                layout[Slot(f"{kind}.{part.name}", tuple(shape), dtype)] = placement
         with StreamWriter(path, layout, checksum) as writer:
             for key, value in values:
                 writer.add(key, value)
@@ -144,19 +153,6 @@ def write_share(
     frozen = [name for name, part in written_parts.items() if not part.parameter.requires_grad]
     tensors = {slot.name: place for slot, place in layout.items()}
     return {"file": path.name, "sum": writer.checksum, "tensors": tensors, "learns": with_gradient, "frozen": frozen}
-
-
-def _file_layout(parts: Iterable[Part]) -> Iterator[tuple[Slot, dict[str, Any]]]:
-    """Yield each tensor in the file of `parts`: its name, shape and dtype; its full shape and stored rows."""
-    for part in parts:
-        spec = mpu.spec_of(part.parameter)
-        dim, begin, end = spec.rows
-        shape = list(spec.stored_shape)
-        shape[dim] = end - begin
-        dtype = stored_dtype(part.parameter)
-        for kind in part.kinds:
-            placement = {"dim": dim, "begin": begin, "end": end, "shape": list(spec.full_shape)}
-            yield Slot(f"{kind}.{part.name}", tuple(shape), dtype), placement
 
 
 def _is_finite(x: Tensor) -> bool:

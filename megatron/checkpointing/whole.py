@@ -36,19 +36,15 @@ def check_complete(
             # The header of the file must list the piece with its shape, such as [4, h] for rows 4 to 8.
             name = piece["file"]
             if name not in shapes_of_files:
-                shapes_of_files[name] = _read_shapes(folder / name)
+                file = open_tensors(folder / name)
+                shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118  # no dict
+                shapes_of_files[name] = shapes
             piece_shape = list(entry["shape"])
             piece_shape[dim] = piece["end"] - piece["begin"]
             if shapes_of_files[name].get(key) != piece_shape:
                 raise CheckpointError(f"{folder / name} does not hold {key!r} of shape {piece_shape}")
         if next_row != entry["shape"][dim]:
             raise CheckpointError(f"no rank has written rows {next_row} and later of {key!r}")
-
-
-def _read_shapes(path: Path) -> dict[str, list[int]]:
-    """Return key -> shape of each tensor in a file, by its header."""
-    file = open_tensors(path)
-    return {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118  # no dict
 
 
 def is_complete(checkpoint: Path) -> bool:
