@@ -41,7 +41,18 @@ class SavedBuffers:
                 stored = as_stored(local_buffers[name].detach())
                 self.copies[f"{BUFFER}.{name}"] = stored.to("cpu", copy=True)
             self.warnings += _conflict_warnings(name, copies)
-        self.warnings += _unsavable_warnings(model)
+        for name, buffer in local_buffers.items():
+            if buffer.numel() and not is_savable(buffer):
+                self.warnings.append(
+                    f"warning: the buffer {name} is {buffer.dtype}, which checkpoints cannot store: a resumed run "
+                    f"starts with the initial value of {name}"
+                )
+        for name, module in model.named_modules():
+            if type(module).get_extra_state is not nn.Module.get_extra_state:  # the class of the module overrides it
+                self.warnings.append(
+                    f"warning: the module {name or type(module).__name__} has get_extra_state(), but checkpoints do "
+                    f"not store extra state: keep the state in buffers"
+                )
 
     @property
     def expected(self) -> dict[str, list[int]]:
@@ -73,22 +84,6 @@ def is_savable(buffer: Tensor) -> bool:
     """Return whether checkpoint files can store a buffer of this dtype."""
     real = buffer.real if buffer.is_complex() else buffer  # complex numbers are stored as pairs of real ones
     return real.dtype in DTYPE_CODES
-
-
-def _unsavable_warnings(model: nn.Module) -> Iterator[str]:
-    """Yield a warning for each buffer that checkpoints cannot store, and for each module with `get_extra_state`."""
-    for name, buffer in global_buffers(model):
-        if buffer.numel() and not is_savable(buffer):
-            yield (
-                f"warning: the buffer {name} is {buffer.dtype}, which checkpoints cannot store: a resumed run starts "
-                f"with the initial value of {name}"
-            )
-    for name, module in model.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:  # the class of the module overrides it
-            yield (
-                f"warning: the module {name or type(module).__name__} has get_extra_state(), but checkpoints do not "
-                f"store extra state: keep the state in buffers"
-            )
 
 
 def _saving_stage(name: str, copies: Sequence[BufferCopy]) -> int:
