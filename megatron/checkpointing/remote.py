@@ -1,6 +1,5 @@
 """Checkpoints in object storage: reading of slices by byte ranges, and publication by writing checkpoint.json last."""
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -56,16 +55,15 @@ def _parse_header(header: bytes) -> dict[str, Any]:
     entries: dict[str, Any] = parse_json(header.decode("utf-8"), "its header", dict)
     entries.pop("__metadata__", None)
     for name, entry in entries.items():
-        if not _is_valid_entry(entry):
+        is_valid = isinstance(entry, dict) and isinstance(entry.get("dtype"), str)
+        # An entry also has a shape, and begin and end of its bytes.
+        if (
+            not is_valid
+            or not is_list(entry.get("shape"), is_count)
+            or not is_list(entry.get("data_offsets"), is_count, 2)
+        ):
             raise ValueError(f"its header is damaged: {brief(repr(name))} has no dtype, shape and data_offsets")
     return entries
-
-
-def _is_valid_entry(entry: Any) -> bool:
-    """Return whether an entry of a file's header has a dtype, a shape, and begin and end of its bytes."""
-    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
-        return False
-    return is_list(entry.get("shape"), is_count) and is_list(entry.get("data_offsets"), is_count, 2)
 
 
 class RemoteTensors:
@@ -104,14 +102,6 @@ def delete_checkpoint(checkpoint: RemotePath) -> None:
     for path in checkpoint.glob("*"):
         if is_own(path.name):
             path.unlink(missing_ok=True)
-
-
-def delete_incomplete(folder: RemotePath) -> None:
-    """Delete what uploads that were killed have left: checkpoints without an index."""
-    for path in folder.glob("iter_*"):
-        with contextlib.suppress(StorageError):  # if the folder cannot be written, the first save reports it
-            if not (path / INDEX).is_file():
-                delete_checkpoint(path)
 
 
 def upload_files(files: list[Path], folder: RemotePath) -> None:
