@@ -18,7 +18,7 @@ from .leftovers import restore_replaced
 from .lookup import find_checkpoint, latest_checkpoint, numbered_checkpoints
 from .reader import CheckpointReader, plain_config
 from .state import TrainState
-from .wanted import Wanted, flags_of_loading
+from .wanted import Wanted
 
 
 class Start(NamedTuple):
@@ -70,7 +70,14 @@ def find_start(config: Config, save_dir: str) -> Start:
     path = broadcast_from_rank_0(path)
     wanted = Wanted.from_config(config, ignores_load(path, config, save_dir))
     if ignores_load(path, config, save_dir):
-        ignored = " ".join([f"--load {load}", *flags_of_loading(config.checkpoint)])
+        # The flags that leave out parts of the checkpoint of --load are ignored, too.
+        flags = {
+            f"--load {load}": True,
+            "--finetune": config.checkpoint.finetune,
+            "--no-load-optim": not config.checkpoint.load_optim,
+            "--no-load-rng": not config.checkpoint.load_rng,
+        }
+        ignored = " ".join(flag for flag, is_given in flags.items() if is_given)
         print_rank_0(f"{ignored}: ignored, as this run resumes from its own checkpoint {path}")
     elif path is not None and config.checkpoint.finetune:
         raise RunError(
@@ -127,8 +134,11 @@ def start_or_resume(
         print_rank_0(f"this run starts with the weights of {path}")
         state.sample_hash = initial_hash_value
         return state, config
-    # Rank 0 alone lists the folder, because other ranks may see other checkpoints or another time.
-    state.forks = broadcast_from_rank_0(_forks_after_resume(state, path) if is_rank_0() else ())
+    # Rank 0 alone lists the folder, because other ranks may see other checkpoints or another time. If this resume
+    # abandons later checkpoints, it is a fork.
+    if is_rank_0() and any(each > state.iteration for each in numbered_checkpoints(path.parent)):
+        state.forks = (*state.forks, (state.iteration, int(time.time())))
+    state.forks = broadcast_from_rank_0(state.forks)
     print_rank_0(f"resumed at iteration {state.iteration} after {state.consumed_samples} samples")
     saved = plain_config(CheckpointReader(path))
     # Iteration 0 means imported weights. Their checkpoint has only a default learning-rate schedule: ignore it.
@@ -162,12 +172,6 @@ def step_lags(path: Path | None, wanted: Wanted) -> dict[str, int]:
     # Weights without moments count 0 steps, unless "steps" has another count.
     counts = dict.fromkeys(optimizer.get("without_moments", ()), 0) | optimizer.get("steps", {})
     return {name: optimizer["step"] - count for name, count in counts.items()}
-
-
-def _forks_after_resume(state: TrainState, path: Path) -> tuple[tuple[int, int], ...]:
-    """Return the forks of the state loaded from `path`, with this resume if it abandons later checkpoints."""
-    later_checkpoints = [each for each in numbered_checkpoints(path.parent) if each > state.iteration]
-    return (*state.forks, (state.iteration, int(time.time()))) if later_checkpoints else state.forks
 
 
 def _batch_schedule_note(saved: Config, config: Config, consumed: int) -> str | None:

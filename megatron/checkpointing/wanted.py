@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron.config import CheckpointConfig, Config
+from megatron.config import Config
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,6 @@ class Wanted:
             same_data=not (finetune or settings.override_data),
             same_tokenizer=not settings.override_tokenizer,
         )
-
-
-def flags_of_loading(settings: CheckpointConfig) -> list[str]:
-    """Return the flags of a run that leave out parts of the checkpoint of --load."""
-    given = {
-        "--finetune": settings.finetune,
-        "--no-load-optim": not settings.load_optim,
-        "--no-load-rng": not settings.load_rng,
-    }
-    return [flag for flag, is_given in given.items() if is_given]
 
 
 LOAD_ALL = Wanted()  # load everything, refuse every mismatch
