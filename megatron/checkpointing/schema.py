@@ -90,14 +90,6 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _are_features(value: Any) -> bool:
-    return is_object(value, lambda each: isinstance(each, dict))
-
-
-def _are_forks(value: Any) -> bool:
-    return is_list(value, lambda fork: is_list(fork, is_count, 2))
-
-
 def _is_seed(value: Any) -> bool:
     return value is None or type(value) is int
 
@@ -109,8 +101,11 @@ def _is_uint64(value: Any) -> bool:
 # Key of the state -> (check of its value, what the value must be). The values of the other keys are numbers.
 _STATE_CHECKS = {
     "recent": (are_number_pairs, "a list of pairs of numbers"),  # version 0.2.0 and older
-    "features": (_are_features, "an object of objects"),
-    "forks": (_are_forks, "a list of pairs of whole numbers"),
+    "features": (lambda value: is_object(value, lambda each: isinstance(each, dict)), "an object of objects"),
+    "forks": (
+        lambda value: is_list(value, lambda fork: is_list(fork, is_count, 2)),
+        "a list of pairs of whole numbers",
+    ),
     "rng_seed": (_is_seed, "a whole number, 0 or more"),
 }
 
