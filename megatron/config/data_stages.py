@@ -80,7 +80,11 @@ def parse_stages(words: Sequence[str]) -> tuple[Stage, ...]:
     where = "--data-stages"
     if text.endswith(".json"):
         where = f"--data-stages {text}"
-        text = _read_stages_file(Path(text))
+        path = Path(text)
+        try:
+            text = path.read_text(encoding="utf-8").strip()
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--data-stages {brief(path)} cannot be read: {why_unreadable(error)}") from None
     if text.startswith("["):
         stages = tuple(_parse_json_stages(text, where))
     else:
@@ -101,27 +105,18 @@ def prefixes_in(stages: Sequence[Stage]) -> list[str]:
 
 def stages_as_json(stages: Sequence[Stage]) -> str:
     """Return stages as JSON text, which `parse_stages` reads."""
-    entries = [{stage.unit: stage.begin, "data": _blend_as_json(stage.blend)} for stage in stages]
+    entries = []
+    for stage in stages:
+        blend: Any = {prefix: weight for weight, prefix in stage.blend}
+        if stage.blend[0][0] is None:  # either all corpora of a blend have weights, or none has
+            blend = [prefix for _, prefix in stage.blend]
+        entries.append({stage.unit: stage.begin, "data": blend})
     return json.dumps(entries, ensure_ascii=False)
 
 
 def replace_prefixes(text: str, change: Callable[[str], str]) -> str:
     """Return the stages in `text` with each prefix replaced by `change(prefix)`."""
     return stages_as_json([stage.replace_prefixes(change) for stage in parse_stages([text])])
-
-
-def _blend_as_json(blend: Blend) -> Any:
-    """Return a blend as `_parse_blend` reads it."""
-    if blend[0][0] is None:  # either all corpora of a blend have weights, or none has
-        return [prefix for _, prefix in blend]
-    return {prefix: weight for weight, prefix in blend}
-
-
-def _read_stages_file(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--data-stages {brief(path)} cannot be read: {why_unreadable(error)}") from None
 
 
 def _parse_short_stage(part: str, where: str) -> Stage:

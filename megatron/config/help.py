@@ -62,12 +62,6 @@ def _help_with_default(setting: "Field[Any]", family: str | None) -> str:
     return f"{description} (default: {words})"
 
 
-def _is_read(setting: "Field[Any]", family: str | None) -> bool:
-    """Return whether models of a family read a setting; None stands for all families."""
-    families = setting.metadata["family"]
-    return families is None or family is None or family in families
-
-
 def fields_own_first(section: type) -> list["Field[Any]"]:
     """Return the settings of a section: its own first, then those of its base classes and features."""
     by_name = {f.name: f for f in fields(section)}  # type: ignore[arg-type]
@@ -106,7 +100,8 @@ class _Help:
         for name, section in SECTIONS.items():
             self.sections[name] = []
             for f in fields_own_first(section):
-                if _is_read(f, family):
+                families = f.metadata["family"]  # of models that read the setting; None stands for all
+                if families is None or family is None or family in families:
                     title = _flag_title(section, f)
                     text = _help_with_default(f, family)
                     self.flags[f.name] = list(_format_flag(title, text, self.width))

@@ -60,8 +60,10 @@ def _entry_problems(entry: Mapping[str, Any], where: str) -> Iterator[str]:
         if key not in ParamRule._fields:
             yield f"{where} has the unknown key {brief(repr(key))}{nearest(key, ParamRule._fields)}"
     for name in ("lr_factor", "weight_decay"):
-        if name in entry and not _is_rate(entry[name]):
-            yield f"{where}: {name} must be a number, 0 or more, not {format_value(entry[name])}"
+        rate = entry.get(name, 0)
+        # The type of True, which is an int in Python, is bool. Infinity is no rate.
+        if type(rate) not in (int, float) or not 0 <= rate <= sys.float_info.max:
+            yield f"{where}: {name} must be a number, 0 or more, not {format_value(rate)}"
     frozen = entry.get("frozen", False)
     yield from problems_where(
         (not isinstance(frozen, bool), f"{where}: frozen must be true or false, not {format_value(frozen)}"),
@@ -72,11 +74,6 @@ def _entry_problems(entry: Mapping[str, Any], where: str) -> Iterator[str]:
             f"{where}: frozen weights have no learning rate and no weight decay; leave these keys out",
         ),
     )
-
-
-def _is_rate(value: Any) -> bool:
-    """Return whether a value of a JSON file is a finite number of at least 0, such as a factor or a weight decay."""
-    return type(value) in (int, float) and 0 <= value <= sys.float_info.max  # not True, which is an int in Python
 
 
 def match_rules(rules: Iterable[ParamRule], names: Collection[str]) -> dict[str, ParamRule]:
