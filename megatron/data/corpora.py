@@ -35,29 +35,23 @@ def build_datasets(open_corpus: Open, paths: Paths, split: str) -> tuple[tuple[A
         total, make = open_corpus(use.prefix)
         for part, documents in _documents_of(use, split_fractions, total).items():
             description = f"the {part} part of {use.prefix} ({len(documents)} of {total} documents)"
-            dataset = _make_or_note(make, documents, part, description, notes)
-            if dataset is not None:
-                dataset = label_corpus(dataset, use.prefix, prefixes)
-                sets_of_part[part].setdefault(use.name, []).append(Member(use.weight, use.prefix, dataset))
+            try:
+                dataset = make(documents, part)
+            except DatasetError:  # the corpus is damaged; DatasetError is a ValueError, too
+                raise
+            except ValueError as error:  # the documents do not fill a sample
+                if part == "train":
+                    raise DatasetError(f"{description}: {error}") from None
+                notes.append(f"{description} is empty: {error}")
+                continue
+            dataset = label_corpus(dataset, use.prefix, prefixes)
+            sets_of_part[part].setdefault(use.name, []).append(Member(use.weight, use.prefix, dataset))
 
     if not sets_of_part["train"]:
         advice = "set --train-data-path" if isinstance(paths, Mapping) else f"change --split {split}"
         raise DatasetError(f"there is no training data; {advice}")
     train = blend_training_set(sets_of_part["train"], paths)
     return (train, blend_sets(sets_of_part["valid"]), blend_sets(sets_of_part["test"])), notes
-
-
-def _make_or_note(make: Make, documents: range, part: str, description: str, notes: list[str]) -> Any:
-    """Return the data set, or None with a new note if the documents do not fill a sample of validation or test."""
-    try:
-        return make(documents, part)
-    except DatasetError:  # the corpus is damaged; DatasetError is a ValueError, too
-        raise
-    except ValueError as error:  # the documents do not fill a sample
-        if part == "train":
-            raise DatasetError(f"{description}: {error}") from None
-        notes.append(f"{description} is empty: {error}")
-        return None
 
 
 def _documents_of(use: CorpusUse, fractions: Sequence[float], total: int) -> dict[str, range]:

@@ -122,8 +122,11 @@ def corpus_uses(paths: Paths) -> Iterator[CorpusUse]:
     if isinstance(paths, Mapping):
         for part in PARTS:
             words = paths.get(part, ())
-            if not isinstance(words, StagedCorpora):  # the corpora of stages are already done
-                yield from _uses_of_part(words, part)
+            if isinstance(words, StagedCorpora):  # the corpora of stages are already done
+                continue
+            for name, blend in parse_named_sets(words, part).items():
+                for weight, prefix in _parse_distinct(blend):
+                    yield CorpusUse((part,), name, weight, prefix, is_split=False)
     elif isinstance(paths, StagedCorpora):
         # The stages give the training data, so the corpora of --data-path give only the other two parts.
         for weight, prefix in _parse_distinct(paths.held_out or ()):
@@ -131,13 +134,6 @@ def corpus_uses(paths: Paths) -> Iterator[CorpusUse]:
     else:
         for weight, prefix in _parse_distinct(paths):
             yield CorpusUse(PARTS, "", weight, prefix, is_split)
-
-
-def _uses_of_part(words: Words, part: str) -> Iterator[CorpusUse]:
-    """Yield the uses of the corpora of one part, which may consist of several named data sets."""
-    for name, blend in parse_named_sets(words, part).items():
-        for weight, prefix in _parse_distinct(blend):
-            yield CorpusUse((part,), name, weight, prefix, is_split=False)
 
 
 def stages_in(paths: Paths) -> tuple[Stage, ...]:

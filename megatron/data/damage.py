@@ -133,7 +133,8 @@ def find_holes(indexed: IndexedDataset, eod: int | None, max_blocks: int | None 
 
 def _describe_hole(indexed: IndexedDataset, begin: int, end: int, token: int) -> Iterator[str]:
     """Yield a message if the run of `token` from `begin` to `end` is longer than any document and spans few of them."""
-    longest = _longest_document(indexed)
+    sizes = indexed.document_sizes(range(indexed.num_documents))
+    longest = int(np.max(sizes, initial=0))
     ends = indexed.document_ends()
     # Document `first` contains the first token of the run, document `last` the last one.
     first = int(ends.searchsorted(begin, "right"))
@@ -161,11 +162,6 @@ def _find_runs(tokens: Any) -> Iterator[tuple[int, int, int]]:
     for index in np.flatnonzero(is_candidate).tolist():
         begin = int(bounds[index])
         yield begin, int(bounds[index + 1]), int(tokens[begin])
-
-
-def _longest_document(indexed: IndexedDataset) -> int:
-    sizes = indexed.document_sizes(range(indexed.num_documents))
-    return int(np.max(sizes)) if len(sizes) else 0
 
 
 def pairs_of(prefix: str) -> list[str]:

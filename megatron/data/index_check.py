@@ -123,5 +123,6 @@ def refuse_other_files(
     for (path, *_), before, now in zip(maps, old, new, strict=True):
         # The time alone changes by `touch`, and the inode alone when a network file system forgets it.
         is_replaced = now.st_ino != before.st_ino and now.st_mtime_ns != before.st_mtime_ns
-        if is_replaced or now.st_size != before.st_size:
+        has_other_size = now.st_size != before.st_size
+        if is_replaced or has_other_size:
             raise DatasetError(f"{path} is another file than the run has opened; restore it, and start again")

@@ -10,6 +10,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +29,14 @@ FillArrays = Callable[[OrderArrays], None]  # function that fills new arrays
 
 def map_epoch(sample_order: "SampleOrder", number: int, folder: str) -> OrderArrays | None:
     """Return the arrays of a large epoch in a file below `folder`; None if the file can be written nowhere."""
-    arrays = try_map_arrays(
-        folder,
-        _name_of(sample_order, number),
-        sample_order._array_specs(),
-        lambda arrays: sample_order._fill_arrays(number, arrays),
-    )
-    if arrays is None:
+    name = _name_of(sample_order, number)
+    specs = sample_order._array_specs()
+    fill = partial(sample_order._fill_arrays, number)
+    try:
+        arrays = map_arrays(folder, name, specs, fill)
+    except OSError as error:
+        consequence = "every process keeps a copy in memory; to save memory, set TMPDIR to a folder with free space"
+        print(f"cannot write the sample order to a file ({error.strerror}), so {consequence}", file=sys.stderr)
         return None
     for array in arrays.values():
         release_pages(array)
@@ -48,16 +50,6 @@ def _name_of(sample_order: "SampleOrder", number: int) -> str:
     o = sample_order
     key = (o._sizes_digest, o.documents, o.length, o.overlap, True, o.seed, number)  # True: shuffled
     return hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest() + ".order"
-
-
-def try_map_arrays(folder: str, name: str, arrays: Arrays, fill: FillArrays) -> OrderArrays | None:
-    """Return the result of `map_arrays`; None if the file can be written nowhere, with a message on stderr."""
-    try:
-        return map_arrays(folder, name, arrays, fill)
-    except OSError as error:
-        consequence = "every process keeps a copy in memory; to save memory, set TMPDIR to a folder with free space"
-        print(f"cannot write the sample order to a file ({error.strerror}), so {consequence}", file=sys.stderr)
-        return None
 
 
 def map_arrays(folder: str | os.PathLike[str], name: str, arrays: Arrays, fill: FillArrays) -> OrderArrays:

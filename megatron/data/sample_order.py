@@ -242,15 +242,11 @@ class Windows:
             texts.append(tokens[document_begin + start : document_begin + stop])
             sizes.append(stop - start)
         ids = np.concatenate(texts)
-        if self._checks_ids and self._is_outside(ids):
-            self._raise_bad_id(n, ids)
+        if self._checks_ids:
+            is_above = np.maximum.reduce(ids) >= self._vocab_size  # faster than ids.max() for short arrays
+            if is_above or (self._is_signed and ids.min() < 0):
+                self._raise_bad_id(n, ids)
         return ids.astype(np.int64), sizes
-
-    def _is_outside(self, ids: Numbers) -> bool:
-        """Return whether one of the token ids is outside the vocabulary."""
-        if np.maximum.reduce(ids) >= self._vocab_size:  # faster than ids.max() for short arrays
-            return True
-        return self._is_signed and bool(ids.min() < 0)
 
     def _release_mapped(self) -> None:
         """Release what reading has mapped: reading one place of a large file keeps 64 kB or more of it in memory."""

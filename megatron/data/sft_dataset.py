@@ -121,6 +121,7 @@ class SftDataset(CorpusDataset):
         loss_flags = self._corpus.loss_flags
         text.check_not_shrunk()
         loss_flags.check_not_shrunk()
+        limit = self._corpus.vocab_size  # None if it is unknown
         filled = 0  # positions of the window that have a token
         records = self.order.records(int(n)).tolist()
         self.refresh_after(len(records), (text, loss_flags))
@@ -130,7 +131,11 @@ class SftDataset(CorpusDataset):
             size = int(text.document_sizes(range(document, document + 1))[0])
             source = slice(start, start + min(size, length + 1))
             ids = text.tokens[source]
-            self._check_ids(ids, document)
+            if limit is not None and (int(ids.max()) >= limit or int(ids.min()) < 0):
+                raise DatasetError(
+                    f"document {document} of {self._corpus.prefix}.bin contains a token id outside the vocabulary of "
+                    f"{limit} tokens: the file is damaged or was made with another tokenizer"
+                )
             # The record A B C D takes three positions: the tokens A B C with the labels B C D.
             positions = slice(filled, filled + len(ids) - 1)
             sample["tokens"][positions] = ids[:-1]
@@ -139,15 +144,6 @@ class SftDataset(CorpusDataset):
             sample["document_ids"][positions] = number
             filled = positions.stop
         return {name: torch.from_numpy(each) for name, each in sample.items()}
-
-    def _check_ids(self, ids: np.ndarray, document: int) -> None:
-        """Raise DatasetError if `ids` of a document lie outside the vocabulary, unless its size is unknown."""
-        limit = self._corpus.vocab_size
-        if limit is not None and (int(ids.max()) >= limit or int(ids.min()) < 0):
-            raise DatasetError(
-                f"document {document} of {self._corpus.prefix}.bin contains a token id outside the vocabulary of "
-                f"{limit} tokens: the file is damaged or was made with another tokenizer"
-            )
 
     def summary(self) -> str:
         """Return a summary: the numbers of used, truncated and skipped records, and how full the windows are."""
