@@ -131,9 +131,9 @@ def choose_kernel(call: AttentionArgs) -> Kernel:
     needs_cpu_kernel = call.on_cpu and (call.p or call.query.dtype != torch.float32)  # some CPUs only emulate 16 bits
     if not needs_special_kernel and not needs_cpu_kernel:
         return torch_sdpa
-    from .special_kernels import choose_special_kernel
+    from .special_kernels import KERNELS
 
-    return choose_special_kernel(call)
+    return next(kernel for condition, kernel in KERNELS if condition(call))
 
 
 def attend(call: AttentionArgs) -> Tensor:

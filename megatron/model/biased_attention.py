@@ -20,17 +20,6 @@ from megatron._torch import softmax_backward, version_counter
 from .pieces import Piece, Pieces
 
 
-def saves_memory(query: Tensor, bias: Tensor) -> bool:
-    """Return whether `biased_attention` needs less memory than torch's attention.
-
-    It does on a CPU if the bias requires a gradient, because torch then keeps the attention probabilities for the
-    backward pass. Accelerators have a fused kernel that computes the bias's gradient without kept probabilities.
-    query: [b, n, q, d]. bias: [1, n, q, k].
-    """
-    learns_bias = torch.is_grad_enabled() and bias.requires_grad
-    return query.device.type == "cpu" and learns_bias
-
-
 def biased_attention(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scope: Tensor | Pieces | None, scale: float
 ) -> Tensor:
@@ -39,7 +28,8 @@ def biased_attention(
     scope: the keys that each query may attend to, as a bool mask [1 or b, 1, q, k] or as blocks of queries and keys
     (self-attention within documents); None for all keys.
     """
-    return _BiasedAttention.apply(query, key, value, bias, scope, scale)  # type: ignore[no-untyped-call,no-any-return]
+    out: Tensor = _BiasedAttention.apply(query, key, value, bias, scope, scale)  # type: ignore[no-untyped-call]
+    return out
 
 
 def _list_pieces(query: Tensor, mask: Tensor | None, pieces: Pieces | None, by_row: bool) -> Sequence[Piece]:

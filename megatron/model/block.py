@@ -226,9 +226,13 @@ class TransformerLayer(nn.Module):
         """
         if isinstance(self.mlp, ParallelMLP):
             return None
-        from .routing import build_routing
+        from .routing import RoutingState
+        from .text_tokens import text_tokens
 
-        return build_routing(self, losses, document_ids)
+        text = None
+        if self.training:
+            text = text_tokens(document_ids, self.sequence, self.context)
+        return RoutingState(losses, text)
 
     def add_branch(self, norm: nn.Module, dropout: Dropout, sublayer: Sublayer, hidden: Tensor) -> Tensor:
         """Add the residual branch to the hidden states [s, b, h]: hidden + factor * dropout(sublayer(norm(hidden)))."""

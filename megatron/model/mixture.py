@@ -201,7 +201,12 @@ class Mixture(nn.Module):
                 gate = torch.sigmoid(F.linear(hidden, self.shared_gate))
                 shared = shared * self._gather_tokens(gate)
             output = output + shared
-        return self._reduce_partial_sums(output), None, loss
+        # Sum the ranks' partial sums; with sequence parallelism, keep this rank's shard [s/t, b, h].
+        if self.sequence.size > 1:
+            output = mpu.reduce_scatter_to_sequence_parallel_region(output, self.sequence)
+        else:
+            output = mpu.reduce_from_model_parallel_region(output, self.model_axis)
+        return output, None, loss
 
     def _run_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Apply this rank's experts to their rows [m, h], sorted by expert; counts: int64 [experts], rows of each."""
@@ -223,9 +228,3 @@ class Mixture(nn.Module):
         if self.sequence.size > 1:
             return mpu.gather_from_sequence_parallel_region(x, self.sequence)
         return mpu.copy_to_model_parallel_region(x, self.model_axis)
-
-    def _reduce_partial_sums(self, x: Tensor) -> Tensor:
-        """Sum the ranks' partial sums [s, b, h]; with sequence parallelism keep this rank's shard [s/t, b, h]."""
-        if self.sequence.size > 1:
-            return mpu.reduce_scatter_to_sequence_parallel_region(x, self.sequence)
-        return mpu.reduce_from_model_parallel_region(x, self.model_axis)

@@ -172,7 +172,8 @@ def offloaded(training: bool = True) -> Iterator[None]:
 
     def pack(tensor: Tensor) -> Tensor | OffloadedTensor:
         nonlocal layer
-        if _stays_on_device(tensor):
+        is_weight = isinstance(base_of(tensor), nn.Parameter)  # or a view of one
+        if is_weight or tensor.nbytes < MIN_BYTES or not _is_accelerator(tensor.device):
             # An operation that saves its own output would refer to itself through the tensor. Such a cycle is freed by
             # a whole backward pass, but not by the two halves of zb-h1, which retain the graph.
             return tensor.detach()
@@ -207,12 +208,6 @@ def offloaded(training: bool = True) -> Iterator[None]:
     copied.clear()  # Free the saved tensors: autograd's graph keeps `pack` alive, and `pack` refers to `copied`.
     if layer is not None:
         layer.streams.last = weakref.ref(layer)
-
-
-def _stays_on_device(tensor: Tensor) -> bool:
-    """Return whether a tensor is not offloaded: a weight or a view of one, a small tensor, or one on the host."""
-    is_weight = isinstance(base_of(tensor), nn.Parameter)
-    return is_weight or tensor.nbytes < MIN_BYTES or not _is_accelerator(tensor.device)
 
 
 def _is_accelerator(device: torch.device) -> bool:

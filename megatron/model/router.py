@@ -71,7 +71,8 @@ class Router(nn.Module):
         config = self.config
         x = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
         if self.training and config.router_jitter:
-            x = x * self._jitter(x)
+            with self.stream.rng.fork(self.stream.name, x.device, self.stream.split):
+                x = x * (1 + config.router_jitter * (2 * torch.rand_like(x) - 1))
         logits = F.linear(x, self.weight.to(x.dtype))
         if config.router_score == "softmax":
             scores = logits.softmax(-1)
@@ -96,10 +97,6 @@ class Router(nn.Module):
         if text is not None:
             experts = experts.masked_fill(~text.mask.unsqueeze(-1), num_experts)  # a number that no expert has
         return count_numbers(experts.flatten(), num_experts + 1)[:num_experts]
-
-    def _jitter(self, x: Tensor) -> Tensor:
-        with self.stream.rng.fork(self.stream.name, x.device, self.stream.split):
-            return 1 + self.config.router_jitter * (2 * torch.rand_like(x) - 1)
 
     def _balancing_loss(self, logits: Tensor, scores: Tensor, text: Text | None) -> Tensor:
         """Return the mean of auxiliary loss and z-loss over the text tokens of logits and scores [s, b, e], as [1].

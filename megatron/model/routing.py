@@ -11,7 +11,7 @@ from torch import Tensor
 from .block import TransformerLayer
 from .gpt2_layers import WordEmbedding
 from .layers import Layer
-from .text_tokens import Text, text_tokens
+from .text_tokens import Text
 
 
 class RoutingState(NamedTuple):
@@ -23,13 +23,6 @@ class RoutingState(NamedTuple):
 
     losses: list[Tensor]
     text: Text | None
-
-
-def build_routing(layer: TransformerLayer, losses: list[Tensor], document_ids: Tensor) -> RoutingState:
-    """Return what the router of `layer` needs, see `TransformerLayer.make_routing`. document_ids: [b, s]."""
-    if not layer.training:
-        return RoutingState(losses, None)
-    return RoutingState(losses, text_tokens(document_ids, layer.sequence, layer.context))
 
 
 def run_mixture(layer: TransformerLayer, x: Tensor, routing: RoutingState | None) -> tuple[Tensor, Tensor | None]:

@@ -119,16 +119,18 @@ def _can_pack(call: AttentionArgs) -> bool:
 
 
 def _saves_bias_memory(call: AttentionArgs) -> bool:
-    """Return whether `attend_with_bias` may compute the call and needs less memory than torch's attention."""
+    """Return whether `attend_with_bias` may compute the call and needs less memory than torch's attention.
+
+    It does on a CPU if the bias requires a gradient, because torch then keeps the attention probabilities for the
+    backward pass. Accelerators have a fused kernel that computes the bias's gradient without kept probabilities.
+    """
     if not call.allow_fused_bias or call.bias is None:
         return False
-    from .biased_attention import saves_memory
-
-    return saves_memory(call.query, call.bias)
+    return call.on_cpu and torch.is_grad_enabled() and call.bias.requires_grad
 
 
-# (condition, kernel): the first kernel whose condition holds computes the call. The mask is a `ContextViews` only with
-# context parallelism, which does not support a bias.
+# (condition, kernel): the first kernel whose condition holds computes the call; the last one accepts every call. The
+# mask is a `ContextViews` only with context parallelism, which does not support a bias.
 KERNELS: tuple[tuple[Callable[[AttentionArgs], Any], Kernel], ...] = (
     (lambda call: call.may_copy_qkv and call.on_cpu and emulates_matmul(call.query.dtype), attend_in_fp32),
     (lambda call: call.pieces and not call.p and call.bias is None, flash_in_pieces),
@@ -140,8 +142,3 @@ KERNELS: tuple[tuple[Callable[[AttentionArgs], Any], Kernel], ...] = (
     (lambda call: call.p and call.on_cpu, attend_with_dropout),
     (lambda call: True, torch_sdpa),
 )
-
-
-def choose_special_kernel(call: AttentionArgs) -> Kernel:
-    """Return the first kernel of KERNELS whose condition holds for the call; the last one accepts every call."""
-    return next(kernel for condition, kernel in KERNELS if condition(call))
