@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..autocast import in_autocast_dtype
 from . import mappings
 from .current import parallel_context
 from .linear import linear
@@ -102,9 +103,11 @@ class VocabParallelEmbedding(Sharded):
 
     def deferred_logits(self, hidden: Tensor, chunk: int) -> "DeferredLogits":
         """Return logits of hidden [s, b, h] or its shard that the loss will compute for `chunk` tokens at a time."""
-        from .linear_cross_entropy import defer_logits
+        from .linear_cross_entropy import DeferredLogits
 
-        return defer_logits(hidden, self.weight, self.axis, self.options, chunk)
+        # The factors are cast to autocast's dtype now, because autocast may end before the loss is computed.
+        hidden, weight = in_autocast_dtype(hidden, self.weight)
+        return DeferredLogits(hidden, weight, self.axis, self.options, chunk)
 
 
 class ColumnParallelLinear(Sharded):

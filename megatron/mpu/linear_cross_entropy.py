@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autocast import in_autocast_dtype, refuse_second_derivatives
+from ..autocast import refuse_second_derivatives
 from .cross_entropy import compute_losses, logits_gradient
 from .linear import choose_kernels, linear, matmul, needs_grad, start_reduction
 from .mesh import Axis, Options
@@ -66,15 +66,6 @@ class DeferredLogits:
             self.hidden, self.weight, target.reshape(-1), weights.reshape(-1), vocab_size, z_loss, self
         )
         return total, z_sum, losses.view(target.shape)
-
-
-def defer_logits(hidden: Tensor, weight: Tensor, axis: Axis, options: Options, chunk: int) -> DeferredLogits:
-    """Defer computing logits: hidden [s, b, h], or its shard [s/t, b, h], times the transpose of weight [v/t, h].
-
-    hidden and weight are cast to autocast's dtype now, because autocast may end before the loss is computed.
-    """
-    hidden, weight = in_autocast_dtype(hidden, weight)
-    return DeferredLogits(hidden, weight, axis, options, chunk)
 
 
 def whole_logits(logits: Tensor | DeferredLogits) -> Tensor:

@@ -23,13 +23,6 @@ def reduce_in_place(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Tenso
 NUM_SAMPLED = 32  # number of logits that ranks compare to recognise gathered logits
 
 
-def _sample_logits(logits: Tensor) -> Tensor:
-    """Return NUM_SAMPLED logits at places spread over logits [n, v/t]."""
-    # One sequence of row numbers and one of column numbers, from the first to the last: the diagonal of the matrix.
-    indices = [torch.linspace(0, length - 1, NUM_SAMPLED, device=logits.device).long() for length in logits.shape]
-    return logits[indices[0], indices[1]]
-
-
 def max_over_ranks(own_max: Tensor, logits: Tensor, axis: Axis) -> Tensor:
     """Return each token's largest logit over all ranks, [...], from the largest `own_max` [...] of this rank's logits.
 
@@ -38,7 +31,10 @@ def max_over_ranks(own_max: Tensor, logits: Tensor, axis: Axis) -> Tensor:
     """
     if axis.size == 1 or not logits.numel():
         return reduce_in_place(own_max.clone(), axis, dist.ReduceOp.MAX)
-    sample = _sample_logits(logits).to(own_max.dtype)
+    # Logits at places spread over the matrix: one sequence of row numbers and one of column numbers, from the first to
+    # the last.
+    indices = [torch.linspace(0, length - 1, NUM_SAMPLED, device=logits.device).long() for length in logits.shape]
+    sample = logits[indices[0], indices[1]].to(own_max.dtype)
     # One all-reduce returns the maxima of the tokens, and the maximum and minimum of each sampled logit: min(x) is
     # -max(-x).
     sizes = [own_max.numel(), NUM_SAMPLED, NUM_SAMPLED]
