@@ -36,17 +36,13 @@ def use_fp8(model: nn.Module) -> int:
     for layer in layers:
         for name, module in layer.named_modules():
             if isinstance(module, (mpu.ColumnParallelLinear, mpu.RowParallelLinear)):
-                _check_shape(name, module)
+                shape = mpu.spec_of(module.weight).local_shape  # ZeRO 3 may hold the weight itself as an empty tensor
+                if any(size % SIZE_MULTIPLE for size in shape):
+                    raise ValueError(
+                        f"--precision fp8 needs weights whose sizes on each rank are multiples of {SIZE_MULTIPLE}, but "
+                        f"{name} of a transformer layer has {shape[0]} x {shape[1]}; change --hidden-size, "
+                        "--ff-hidden-size, the number of heads or --model-parallel-size, or use --precision bf16"
+                    )
                 module.options = replace(module.options, fp8=True)
                 num_layers += 1
     return num_layers
-
-
-def _check_shape(name: str, module: mpu.ColumnParallelLinear | mpu.RowParallelLinear) -> None:
-    shape = mpu.spec_of(module.weight).local_shape  # ZeRO 3 may hold the weight itself as an empty tensor
-    if any(size % SIZE_MULTIPLE for size in shape):
-        raise ValueError(
-            f"--precision fp8 needs weights whose sizes on each rank are multiples of {SIZE_MULTIPLE}, but "
-            f"{name} of a transformer layer has {shape[0]} x {shape[1]}; change --hidden-size, "
-            "--ff-hidden-size, the number of heads or --model-parallel-size, or use --precision bf16"
-        )

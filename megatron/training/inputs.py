@@ -46,7 +46,14 @@ def require_inputs(task: Task, config: Config) -> None:
     Only rank 0 checks the corpora, because it always reads data. Other machines may lack the corpora if their ranks
     read no data.
     """
-    problems = list(_tokenizer_problems(config))
+    problems = []
+    if config.data.vocab_file is None:
+        problems.append("no tokenizer: give --vocab-file; tools/train_tokenizer.py makes one")
+    else:
+        try:
+            find_vocab_file(config.data.vocab_file)
+        except TokenizerError as error:
+            problems.append(str(error))
     if os.environ.get("RANK", "0") == "0":
         problems += _corpus_problems(task, config)
         problems += _save_problems(config)
@@ -109,16 +116,6 @@ def _has_begun(config: Config) -> bool:
     # Without both flags, the run gets a new directory under runs/.
     is_named = (run_dir or config.checkpoint.save) is not None
     return is_named and bool(latest_name(save_dir))
-
-
-def _tokenizer_problems(config: Config) -> Iterator[str]:
-    if config.data.vocab_file is None:
-        yield "no tokenizer: give --vocab-file; tools/train_tokenizer.py makes one"
-        return
-    try:
-        find_vocab_file(config.data.vocab_file)
-    except TokenizerError as error:
-        yield str(error)
 
 
 def _corpus_problems(task: Task, config: Config) -> Iterator[str]:

@@ -99,17 +99,6 @@ def refuse_other_checkpoints(config: Config, run_dir: Path, iteration: int) -> N
         )
 
 
-def _refuse_links(run_dir: Path) -> None:
-    """Raise ValueError if an output file or folder is a symbolic link, as the run would overwrite the link's target."""
-    for name in OUTPUTS:
-        path = run_dir / name
-        if path.is_symlink():
-            raise ValueError(
-                f"{path} is a symbolic link, so this run would overwrite {os.readlink(path)}: remove the link, or pass "
-                "another --run-dir"
-            )
-
-
 def _upload_tokenizer(folder: Path, copy: RemotePath, vocab_file: str) -> None:
     """Copy the files of a tokenizer into object storage, and delete those of another tokenizer there."""
     is_same = holds_only(find_vocab_file(vocab_file), copy)
@@ -143,7 +132,13 @@ def write_first_files(config: Config, run_dir: Path, iteration: int) -> list[str
     """
     notes = []
     vocab_file = str(config.data.vocab_file)
-    _refuse_links(run_dir)
+    for name in OUTPUTS:
+        path = run_dir / name
+        if path.is_symlink():  # the run would overwrite the link's target
+            raise ValueError(
+                f"{path} is a symbolic link, so this run would overwrite {os.readlink(path)}: remove the link, or pass "
+                "another --run-dir"
+            )
     try:
         settings = json.dumps(config.to_dict(), indent=2)
         write_text(run_dir / SETTINGS, settings)
