@@ -71,13 +71,11 @@ class _CpmBase(Tokenizer):
         for i, part in enumerate(_RESERVED_CHARS.split(text)):
             if not part:
                 continue
-            is_mark = i % 2 == 1  # split() puts the matches of the pattern at odd indices
-            part_ids = self._encode_mark(part) if is_mark else self._encode_plain(part)
-            ids.append(part_ids)
+            if i % 2:  # split() puts the matches of the pattern at odd indices
+                ids.append(np.array([self._byte_ids[byte] for byte in part.encode()], np.int32))
+            else:
+                ids.append(self._encode_plain(part))
         return np.concatenate(ids)
-
-    def _encode_mark(self, mark: str) -> IdArray:
-        return np.array([self._byte_ids[byte] for byte in mark.encode()], np.int32)
 
     def _build_tables(self, pieces: Mapping[str, int]) -> None:
         """Make `_byte_ids` and `_token_bytes` from the vocabulary, name -> id."""

@@ -133,13 +133,9 @@ def read_token_names(path: Path) -> set[str]:
             listed = list(listed.values())
         if isinstance(listed, list):
             tokens += listed
-    names = map(_token_name, tokens)
+    # A token is given by its name or as an object with "content".
+    names = (token.get("content") if isinstance(token, dict) else token for token in tokens)
     return {name for name in names if isinstance(name, str)}
-
-
-def _token_name(token: Any) -> Any:
-    """Return the name of a token that is given by its name or as an object with "content"."""
-    return token.get("content") if isinstance(token, dict) else token
 
 
 def read_added_tokens(path: Path) -> dict[str, int]:
