@@ -232,7 +232,8 @@ def copy_changed(exact: Tensor, seen: Tensor) -> Tensor:
     """
     rounded = exact.to(seen.dtype).view(torch.int16)
     is_unchanged = rounded == seen.view(torch.int16)
-    return exact.copy_(torch.where(is_unchanged, exact, seen))
+    values = torch.where(is_unchanged, exact, seen)
+    return exact.copy_(values)
 
 
 def copy_changed_in_slices(exact: Tensor, seen: Tensor) -> Tensor:

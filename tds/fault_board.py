@@ -137,7 +137,8 @@ class FaultBoard:
         report has all stacks.
         """
         if not self.has_fault():
-            self._store.set(FAULT_KEY, json.dumps([fault, code]))
+            entry = json.dumps([fault, code])
+            self._store.set(FAULT_KEY, entry)
 
     def report(self, report: dict[str, Any]) -> int:
         """Write this rank's report, wait until rank 0 has printed all reports, and return the announced exit code.

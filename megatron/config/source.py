@@ -127,7 +127,8 @@ def with_family(values: Mapping[str, Any]) -> dict[str, Any]:
     An objective that older versions stored by mistake is removed, see `without_stray_objective`.
     """
     family = "gpt2" if values.get("enc_seq_length") is None else "t5"
-    return without_stray_objective({"family": family, **values})  # a family in `values` overrides this one
+    values = {"family": family, **values}  # a family in `values` overrides this one
+    return without_stray_objective(values)
 
 
 def without_stray_objective(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,8 @@ def flash_attention(
     axis: the c context-parallel ranks, or None. With an axis, key and value are this rank's shards [b, g, k/c, d], and
     all ranks of the axis must run the forward and the backward pass together.
     """
-    return _FlashAttention.apply(query, key, value, pieces, scale, axis)  # type: ignore[no-untyped-call,no-any-return]
+    out: Tensor = _FlashAttention.apply(query, key, value, pieces, scale, axis)  # type: ignore[no-untyped-call]
+    return out
 
 
 def _empty_like_linear(like: Tensor) -> Tensor:

@@ -111,7 +111,8 @@ def _part_views(by_group: Tensor, parts: Parts) -> Iterator[Tensor]:
     """
     # For example, the parts (4, 1, 1) end at the heads 4, 5 and 6 of a group, and begin at 0, 4 and 5.
     for part, end in zip(parts, accumulate(parts), strict=True):
-        yield by_group.narrow(3, end - part, part)
+        begin = end - part
+        yield by_group.narrow(3, begin, part)
 
 
 def _angles_by_part(parts: Parts, angles: Rotation | None) -> tuple[Rotation | None, ...]:

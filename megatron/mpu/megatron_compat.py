@@ -131,4 +131,5 @@ def checkpoint(function: Callable[..., Any], *args: Any, rng: RngStreams | None 
     gradients. rng: the dropout streams; by default this rank's.
     """
     rng_streams = rng or _current.parallel_context().rng
-    return torch_checkpoint(function, *args, use_reentrant=False, context_fn=rng_streams.contexts)
+    contexts = rng_streams.contexts
+    return torch_checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
