@@ -10,7 +10,6 @@ import hashlib
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +30,8 @@ def map_epoch(sample_order: "SampleOrder", number: int, folder: str) -> OrderArr
     """Return the arrays of a large epoch in a file below `folder`; None if the file can be written nowhere."""
     name = _name_of(sample_order, number)
     specs = sample_order._array_specs()
-    fill = partial(sample_order._fill_arrays, number)
     try:
-        arrays = map_arrays(folder, name, specs, fill)
+        arrays = map_arrays(folder, name, specs, lambda new: sample_order._fill_arrays(number, new))
     except OSError as error:
         consequence = "every process keeps a copy in memory; to save memory, set TMPDIR to a folder with free space"
         print(f"cannot write the sample order to a file ({error.strerror}), so {consequence}", file=sys.stderr)
