@@ -61,8 +61,9 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     Call this only if `onednn_is_there()`. For fp32, torch's public functions use MKL instead of oneDNN.
     """
     rows = x.flatten(0, -2)
+    kernel = torch.ops.mkldnn._linear_pointwise
     # "none", [], "": no activation function after the matmul.
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+    out: Tensor = kernel(rows, weight, bias, "none", [], "")
     shape = (*x.shape[:-1], out.shape[-1])
     return reshape_to_base(out, shape)
 

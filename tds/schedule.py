@@ -98,7 +98,8 @@ def one_forward_one_backward(stage: int, stages: int, micros: int, extra_warmup:
     With extra_warmup n, the warm-up is 1 + n times as long, but at most `micros` passes ("eager" 1F1B for n = 1, Zhuang
     et al. 2023). Then the message for which a stage would wait has already arrived, and more activations are kept.
     """
-    warmup = min((stages - 1 - stage) * (1 + extra_warmup), micros)
+    later_stages = stages - 1 - stage
+    warmup = min(later_stages * (1 + extra_warmup), micros)
     forward = list(map(Forward, range(micros)))
     backward = list(map(Backward, range(micros)))
     return with_messages(alternate(forward, backward, warmup), stage, stages)

@@ -14,7 +14,8 @@ def floor_share(share: float, total: int) -> int:
     """
     product = share * total
     nearest = round(product)
-    return nearest if abs(product - nearest) <= 1e-9 * max(1, nearest) else int(product)
+    tolerance = 1e-9 * max(1, nearest)
+    return nearest if abs(product - nearest) <= tolerance else int(product)
 
 
 def _check_beta(value: float) -> str | None:

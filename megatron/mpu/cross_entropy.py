@@ -85,7 +85,8 @@ def loss_from_log_sum(logits: Tensor, target: Tensor, max_logit: Tensor, log_sum
     target_logit = torch.zeros_like(max_logit)
     if logits.shape[-1]:  # else this rank holds only padding, and no target
         # The targets of other ranks, which are -1, look up row 0 and are then replaced by 0.
-        local_logit = logits.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1).to(max_logit.dtype)
+        rows = target.clamp(min=0).unsqueeze(-1)
+        local_logit = logits.gather(-1, rows).squeeze(-1).to(max_logit.dtype)
         target_logit = torch.where(target >= 0, local_logit - max_logit, 0.0)
     return log_sum - reduce_in_place(target_logit, axis)
 

@@ -31,7 +31,8 @@ def row_scales(x: Tensor) -> Tensor:
     row_max = x.abs().amax(1, keepdim=True).float()
     # frexp gives the exponent e with 2^(e - 1) <= row_max / FP8_MAX < 2^e, so 2^e is a large enough scale.
     _, exponent = torch.frexp(row_max / FP8_MAX)
-    scales = torch.ldexp(torch.ones_like(row_max), exponent)
+    ones = torch.ones_like(row_max)
+    scales = torch.ldexp(ones, exponent)
     return scales + row_max * 0  # adds NaN for NaN and Inf, else 0
 
 

@@ -158,7 +158,8 @@ def any_name_pattern(names: Iterable[str]) -> re.Pattern[str]:
     The pattern is a group, so `pattern.split(text)` keeps the names in its result.
     """
     longest_first = sorted(names, key=len, reverse=True)
-    alternatives = "|".join(map(re.escape, longest_first)) or "(?!)"  # (?!) matches nowhere
+    escaped = map(re.escape, longest_first)
+    alternatives = "|".join(escaped) or "(?!)"  # (?!) matches nowhere
     return re.compile(f"({alternatives})")
 
 
