@@ -4,18 +4,11 @@ NVIDIA apex, built from source, computes the same results. Its norms and its Ada
 state as torch's, so checkpoints work with either.
 """
 
+import contextlib
 import importlib
 from typing import Any
 
 import torch
-
-
-def _apex(module: str, name: str) -> Any:
-    """Return a class of apex; None if apex is missing, lacks its kernels, or `apex` is an unrelated package."""
-    try:
-        return getattr(importlib.import_module(f"apex.{module}"), name, None)
-    except (ImportError, RuntimeError, OSError):
-        return None
 
 
 def _on_gpu() -> bool:
@@ -31,7 +24,11 @@ def apex_class(kernels: str, module: str, name: str) -> Any:
     if kernels == "torch":
         return None
     on_gpu = _on_gpu()
-    class_of_apex = _apex(module, name) if on_gpu else None
+    class_of_apex = None
+    if on_gpu:
+        # apex may be missing, lack its kernels, or be an unrelated package.
+        with contextlib.suppress(ImportError, RuntimeError, OSError):
+            class_of_apex = getattr(importlib.import_module(f"apex.{module}"), name, None)
     if kernels == "apex" and class_of_apex is None:
         missing = f"apex.{module}.{name} cannot be imported (build apex from source)"
         why = missing if on_gpu else "there is no CUDA device"

@@ -16,7 +16,6 @@ from tds.average import AVERAGE
 from .contradictions import describe_differences
 from .files import BUFFER
 from .reader import CheckpointReader, load_buffers
-from .share import local_parts
 from .state import TrainState
 
 # Section of the settings -> settings that change what a step computes. The learning rate and the data have messages of
@@ -97,13 +96,6 @@ def print_freezing_changes(reader: CheckpointReader, engine: Any) -> None:
         print_rank_0(f"note: frozen from now on, but trained before this checkpoint: {shorten_list(frozen)}")
     if unfrozen:
         print_rank_0(f"note: trained from now on, but frozen before this checkpoint: {shorten_list(unfrozen)}")
-
-
-def keep_stored_averages(reader: CheckpointReader, engine: Any) -> None:
-    """Announce which frozen weights have an average in the checkpoint. The rank that saves a weight keeps it."""
-    for part in local_parts(engine, moments=[]):  # only the weights matter here
-        if not part.parameter.requires_grad and f"{AVERAGE}.{part.name}" in reader.tensors:
-            engine.weight_average.announce_frozen(part.parameter, part.is_written_here)
 
 
 def moments_to_load(reader: CheckpointReader, engine: Any) -> list[str]:

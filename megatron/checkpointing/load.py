@@ -18,11 +18,12 @@ from megatron.ranks.rank_0 import print_notes
 from tds import optimizer_state as zero_state
 from tds.average import AVERAGE
 
-from .changes import keep_stored_averages, moments_to_load, print_freezing_changes, restore_buffers
+from .changes import moments_to_load, print_freezing_changes, restore_buffers
 from .checksums import SHA256
 from .contradictions import refuse_contradictions, refuse_unread_weights, unread_weights
 from .files import WEIGHT, sums_file
 from .reader import CheckpointReader
+from .share import local_parts
 from .state import TrainState
 from .stream import stored_dtype
 from .wanted import LOAD_ALL, Wanted
@@ -76,7 +77,10 @@ def _load_tensors(reader: CheckpointReader, engine: Any, wanted: Wanted) -> None
     """Load the weights, and the optimizer's state if `wanted.optimizer` is set."""
     moments = moments_to_load(reader, engine) if wanted.optimizer else []
     if AVERAGE in moments:
-        keep_stored_averages(reader, engine)
+        # Announce which frozen weights have an average in the checkpoint. The rank that saves a weight keeps it.
+        for part in local_parts(engine, moments=[]):  # only the weights matter here
+            if not part.parameter.requires_grad and f"{AVERAGE}.{part.name}" in reader.tensors:
+                engine.weight_average.announce_frozen(part.parameter, part.is_written_here)
     if moments:
         counts = _step_counts(reader, engine, moments)
         zero_state.make_moments(engine, moments, reader.optimizer["step"], counts)

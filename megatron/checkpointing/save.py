@@ -108,7 +108,13 @@ class Saver:
         check_replicas(self.engine)
         final = self.folder / f"iter_{state.iteration:07d}"
         with discard_on_failure(temporary_folder(final)):
-            folder = self._make_folder(final)
+            # The folder into which this rank writes: a temporary one of all ranks, or one for uploads.
+            folder = temporary_folder(final)
+            if self._uploads is not None:
+                folder = self._uploads.prepare(final)
+            elif is_rank_0():
+                remove(folder)
+                folder.mkdir(parents=True)
 
         facts = gather_objects(collect_facts(self.engine))  # facts of all ranks
         optimizer = optimizer_entry(facts, self.engine)
@@ -124,16 +130,6 @@ class Saver:
         # The state is copied, because training changes it during a background save.
         self._pending = _PendingSave(final, TrainState(**asdict(state)), optimizer, share)
         self._write(share, final)
-
-    def _make_folder(self, final: Path) -> Path:
-        """Make and return the folder into which this rank writes: a temporary one of all ranks, or one for uploads."""
-        if self._uploads is not None:
-            return self._uploads.prepare(final)
-        temporary = temporary_folder(final)
-        if is_rank_0():
-            remove(temporary)
-            temporary.mkdir(parents=True)
-        return temporary
 
     def _write(self, share: Share, final: Path) -> None:
         """Write the share here, or start the thread that writes or uploads it."""

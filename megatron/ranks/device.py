@@ -5,7 +5,7 @@ import os
 import re
 import resource
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -110,11 +110,6 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device has finished all queued work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-
-
-def copy_to_device(values: Sequence[int], device: torch.device) -> Tensor:
-    """Copy `values` to the device as int64 [n], without blocking the host."""
-    return torch.tensor(values, pin_memory=device.type != "cpu").to(device, non_blocking=True)
 
 
 def start_copy_to_host(x: Tensor) -> Callable[[], list[int]]:

@@ -136,7 +136,8 @@ class StopSignals:
 
     def _start_max(self, own_values: list[int]) -> Callable[[], list[int]]:
         """Start a MAX all-reduce of this rank's values; return a function that waits for the result."""
-        max_values = device_module.copy_to_device(own_values, self._device)
+        values = torch.tensor(own_values, pin_memory=self._device.type != "cpu")
+        max_values = values.to(self._device, non_blocking=True)  # without blocking the host
         work = dist.all_reduce(max_values, op=dist.ReduceOp.MAX, async_op=True)
         if self._device.type == "cpu":
 

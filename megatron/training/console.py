@@ -93,7 +93,13 @@ def training_line(
     if row["mfu"] is not None:
         columns.append(f"MFU {row['mfu']:5.1%}")
     if details:
-        columns += _detail_columns(row, last, seconds)
+        columns += [
+            f"{100 * row['iteration'] / max(last, 1):5.1f}%",
+            f"{format_count(row['consumed_tokens']):>5} tokens",
+            f"{seconds * 1e3:6.0f} ms",
+            f"{row['tflops']:8.3g} TFLOP/s",
+            _format_memory(row),
+        ]
     columns.append(f"{format_duration(left):>7} left")
     skipped = row["skipped_steps"]
     if skipped:
@@ -111,13 +117,3 @@ def _format_memory(row: Mapping[str, Any]) -> str:
     peak = f"{row['memory_mb'] / 1e3:6.2f} GB"
     before = row.get("memory_before_model_mb")  # only on a CPU
     return peak if before is None else f"{peak} ({(row['memory_mb'] - before) / 1e3:.2f} GB since the model)"
-
-
-def _detail_columns(row: Mapping[str, Any], last: int, seconds: float) -> list[str]:
-    return [
-        f"{100 * row['iteration'] / max(last, 1):5.1f}%",
-        f"{format_count(row['consumed_tokens']):>5} tokens",
-        f"{seconds * 1e3:6.0f} ms",
-        f"{row['tflops']:8.3g} TFLOP/s",
-        _format_memory(row),
-    ]

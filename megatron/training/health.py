@@ -147,17 +147,14 @@ class Health:
                 skipped += 1
         return HealthSummary(losses, norms, skipped, spikes)
 
-    def _update_streak(self, step: StepResult, is_applied: bool) -> None:
-        """Count skipped steps in a row, except those by which fp16 lowers its high initial loss scale."""
+    def _update_fault(self, step: StepResult, samples: SampleRange, loss: float, is_applied: bool) -> None:
+        """Count skipped steps, and set `fault` after a step that ends the run."""
+        # The steps by which fp16 lowers its high initial loss scale do not count.
         if is_applied:
             self._lowers_first_scale = False
             self._streak = 0
         elif step.spike or not self._lowers_first_scale:
             self._streak += 1
-
-    def _update_fault(self, step: StepResult, samples: SampleRange, loss: float, is_applied: bool) -> None:
-        """Count skipped steps, and set `fault` after a step that ends the run."""
-        self._update_streak(step, is_applied)
         scale_before = self._scale
         self._scale = step.loss_scale
         if self.fault is not None:  # the first fault is the one to report
