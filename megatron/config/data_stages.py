@@ -105,18 +105,20 @@ def prefixes_in(stages: Sequence[Stage]) -> list[str]:
 
 def stages_as_json(stages: Sequence[Stage]) -> str:
     """Return stages as JSON text, which `parse_stages` reads."""
-    entries = []
-    for stage in stages:
-        blend: Any = {prefix: weight for weight, prefix in stage.blend}
-        if stage.blend[0][0] is None:  # either all corpora of a blend have weights, or none has
-            blend = [prefix for _, prefix in stage.blend]
-        entries.append({stage.unit: stage.begin, "data": blend})
+    entries = [{stage.unit: stage.begin, "data": _blend_as_json(stage.blend)} for stage in stages]
     return json.dumps(entries, ensure_ascii=False)
 
 
 def replace_prefixes(text: str, change: Callable[[str], str]) -> str:
     """Return the stages in `text` with each prefix replaced by `change(prefix)`."""
     return stages_as_json([stage.replace_prefixes(change) for stage in parse_stages([text])])
+
+
+def _blend_as_json(blend: Blend) -> Any:
+    """Return a blend as `_parse_blend` reads it."""
+    if blend[0][0] is None:  # either all corpora of a blend have weights, or none has
+        return [prefix for _, prefix in blend]
+    return {prefix: weight for weight, prefix in blend}
 
 
 def _parse_short_stage(part: str, where: str) -> Stage:
