@@ -163,9 +163,12 @@ class Sender:
                 must_copy = is_shared and same_storage(part, each.tensor)
                 parts.append(part)
         if must_copy or len(parts) > 1:
-            size = sum(part.numel() for part in parts)
-            return torch.cat(parts, out=self.link.pool.take(size))
+            return self._concatenate(parts)
         return parts[0] if parts else None
+
+    def _concatenate(self, parts: list[Tensor]) -> Tensor:
+        size = sum(part.numel() for part in parts)
+        return torch.cat(parts, out=self.link.pool.take(size))
 
     def _send_header(self, content: list[Any], who: str) -> None:
         """Start sending `content`, the length of a run and a layout, as JSON padded with spaces to HEADER_SIZE."""
