@@ -191,3 +191,15 @@ def has_loss_mask(prefix: str) -> bool:
         return True
     _, _, dtype_code, _, _ = HEADER.unpack(header)
     return DTYPES.get(dtype_code, np.uint8) is np.uint8
+
+
+def whole_of(prefix: str) -> str | None:
+    """Return the corpus if `prefix` names its loss mask, or one of the three pairs of a masked corpus, else None."""
+    if prefix.endswith(LOSS_SUFFIX) and has_loss_mask(prefix.removesuffix(LOSS_SUFFIX)):
+        return prefix.removesuffix(LOSS_SUFFIX)
+    for part in TRIPLE_PARTS:
+        whole = prefix.removesuffix(f"_{part}")
+        files = [f"{whole}_{each}.idx" for each in TRIPLE_PARTS]
+        if whole != prefix and all(to_path(file).is_file() for file in files):
+            return whole
+    return None

@@ -4,7 +4,7 @@ All missing files are reported at once, before the ranks connect. The content of
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from ..checkpointing.lookup import latest_name
 from ..config import Config
 from ..config.fields import ConfigError
 from ..config.messages import format_problems
-from ..data.corpus_paths import is_triple, prefixes_of
+from ..data.corpus_paths import is_triple, prefixes_of, whole_of
 from ..data.damage import find_problems
 from ..data.fingerprints import content_fingerprint, corpus_fingerprint, made_with
 from ..data.indexed_dataset import DatasetError
@@ -132,6 +132,7 @@ def _corpus_problems(task: Task, config: Config) -> Iterator[str]:
         try:
             absent = [file for file in files if not to_path(file).is_file()]
             is_masked_corpus = bool(absent) and is_triple(prefix)  # three pairs of other names, see `cpm_triples`
+            whole = whole_of(prefix)
         except StorageError as error:
             yield f"--data-path {prefix}: {error}"
             continue
@@ -140,6 +141,8 @@ def _corpus_problems(task: Task, config: Config) -> Iterator[str]:
                 f"there is no {' and no '.join(absent)}; tools/preprocess_data.py writes the .bin and .idx of a corpus"
                 f"{_suggest_prefix(prefix)}"
             )
+        if whole:
+            yield f"{prefix} is only a part of the corpus {whole}; pass --data-path {whole}"
 
 
 def _suggest_prefix(prefix: str) -> str:
@@ -180,11 +183,23 @@ def check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
             )
         if mismatch := eod_mismatch(metadata, tokenizer, config.data.vocab_file):
             raise ValueError(f"{path}.bin {mismatch}: pass the tokenizer of the corpus, or preprocess the text again")
+        if note := note_on_objective(metadata, config):
+            print_notes([f"{path} {note}"])
     data = config.data
     if data.reset_attention_mask or data.reset_position_ids:
         from ..data.document_ends import notes_on_ends
 
         print_notes(notes_on_ends(corpora_of_run(config), tokenizer.eod, config))
+
+
+def note_on_objective(metadata: Mapping[str, Any], config: Config) -> str | None:
+    """Return a note on a corpus of conversations, whose loss mask another objective does not read, else None."""
+    if metadata.get("objective") != "sft" or config.objective == "sft":
+        return None
+    return (
+        f"contains conversations, but --objective {config.objective} also learns prompts and templates; pass "
+        "--objective sft to learn answers only"
+    )
 
 
 def check_corpora(config: Config) -> None:

@@ -15,7 +15,7 @@ def check_corpora(config: Config, tokenizer: Any, quick: bool) -> Findings:
 
     tokenizer: the run's tokenizer, None if it could not be loaded. quick: skip the checks that read the whole corpus.
     """
-    from megatron.data.corpus_paths import TRIPLE_PARTS, is_triple, prefixes_of
+    from megatron.data.corpus_paths import TRIPLE_PARTS, is_triple, prefixes_of, whole_of
     from megatron.data.indexed_dataset import IndexedDataset
 
     try:
@@ -36,6 +36,8 @@ def check_corpora(config: Config, tokenizer: Any, quick: bool) -> Findings:
                 "make the corpus again with tools/preprocess_data.py, or copy its .bin and .idx files again",
             )
             continue
+        if whole := whole_of(prefix):
+            yield failed("data", f"{prefix} is only a part of the corpus {whole}", f"pass --data-path {whole}")
         for pair, dataset in zip(pairs, datasets, strict=True):
             yield ok("data", f"{pair}: {dataset.num_documents} documents, {dataset.num_tokens} tokens")
         # Ids of sentinels follow the vocabulary, in any number, so ids of masked corpora have no limit.
@@ -71,6 +73,7 @@ def _check_tokenizer(prefix: str, dataset: Any, config: Config, tokenizer: Any) 
     from megatron.data.document_ends import REMEDY, missing_ends
     from megatron.data.fingerprints import made_with
     from megatron.tokenizer.base import eod_mismatch
+    from megatron.training.inputs import note_on_objective
 
     try:
         sidecar = made_with(prefix)
@@ -95,6 +98,8 @@ def _check_tokenizer(prefix: str, dataset: Any, config: Config, tokenizer: Any) 
         yield ok("tokenizer of the data", f"SHA-256 {tokenizer.fingerprint[:12]}")
     if sidecar is not None and (problem := missing_ends(sidecar, config)):
         yield failed("ends of documents", f"{prefix}.bin {problem}", REMEDY)
+    if sidecar is not None and (note := note_on_objective(sidecar, config)):
+        yield warning("objective of the data", f"{prefix}.bin {note}", "pass --objective sft")
     size = vocabulary_size(config, tokenizer)
     if size is None or dataset is None:
         return

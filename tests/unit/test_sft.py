@@ -23,10 +23,13 @@ from data_utils.tokenizer_training import train_byte_bpe, train_sentencepiece
 from megatron.checkpointing.relocation import copy_tokenizer
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
+from megatron.data.corpus_paths import TRIPLE_PARTS, whole_of
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.packing import PackedOrder, assign_windows
 from megatron.data.sft_dataset import Records, SftDataset, build_train_valid_test_datasets
+from megatron.tasks import TASKS
 from megatron.tokenizer import load_tokenizer
+from megatron.training import inputs
 from tests.sentences import SENTENCES
 
 CHATML = (
@@ -533,6 +536,11 @@ def test_from_records_to_pairs(tmp_path: Path, vocab_file: str, capsys: pytest.C
     assert tokens[1][-1] == tokenizer.eod and counts[1][-1] == 1
     assert f"{counts.tokens.sum()} of which count in the loss" in said
     about = json.loads((tmp_path / "b_sft.json").read_text())
+    for flags, is_noted in (("--objective sft", False), ("", True), ("--family t5", True)):
+        assert bool(inputs.note_on_objective(about, parse(flags.split()))) == is_noted
+    config = parse(["--data-path", f"{tmp_path}/b_sft_loss", "--vocab-file", vocab_file])
+    with pytest.raises(inputs.MissingInputs, match=f"only a part of the corpus {tmp_path}/b_sft; pass --data-path"):
+        inputs.require_inputs(TASKS["gpt2"](), config)
     assert (about["objective"], about["chat_template"], about["tokens"]) == ("sft", "chatml", tokens.num_tokens)
     inspect_data.merge_pairs(Namespace(prefixes=[str(tmp_path / "b_sft")] * 2, output=str(tmp_path / "m_sft")))
     inspect_data.verify(Namespace(prefix=str(tmp_path / "m_sft"), vocab_file=vocab_file, tokenizer_type="auto"))
@@ -541,6 +549,14 @@ def test_from_records_to_pairs(tmp_path: Path, vocab_file: str, capsys: pytest.C
         file.write(b"\1\1\1")
     with pytest.raises(DatasetError, match=r"m_sft_loss\.bin"):
         inspect_data.verify(Namespace(prefix=str(tmp_path / "m_sft"), vocab_file=None, tokenizer_type="auto"))
+
+
+def test_a_part_of_a_masked_corpus_is_no_corpus(tmp_path: Path) -> None:
+    parts = [f"{tmp_path}/c_{part}" for part in TRIPLE_PARTS]
+    for part in parts:
+        assert whole_of(part) is None
+        Path(f"{part}.idx").touch()
+    assert [*map(whole_of, parts), whole_of(f"{tmp_path}/c")] == [f"{tmp_path}/c"] * 3 + [None]
 
 
 DATED = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
