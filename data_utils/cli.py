@@ -34,8 +34,7 @@ from .missing import MissingFiles, check_inputs_exist
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Formatter that keeps lines short.
 
-    It wraps paragraphs at spaces, continues long commands of examples on a new line, and moves a long list of choices
-    from the usage to the help of its flag.
+    It wraps paragraphs at spaces, and moves a long list of choices from the usage to the help of its flag.
     """
 
     def _metavar_formatter(self, action: argparse.Action, default_metavar: str) -> Any:
@@ -50,11 +49,9 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return f"{text}: {', '.join(action.choices or ())}" if _has_long_choices(action) else text
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """Wrap the examples command by command, and other text paragraph by paragraph."""
+        """Wrap text paragraph by paragraph, except the examples."""
         if text.startswith("examples:"):
-            # Join the lines of each command, so that it can be wrapped at another width.
-            joined = text.replace(" \\\n      ", " ")
-            return "\n".join(_wrap_example(line, width) for line in joined.split("\n"))
+            return text
         return "\n\n".join(textwrap.fill(each, width, break_on_hyphens=False) for each in text.split("\n\n"))
 
     def _split_lines(self, text: str, width: int) -> list[str]:
@@ -63,28 +60,6 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 def _has_long_choices(action: argparse.Action) -> bool:
     return action.metavar is None and sum(len(str(choice)) for choice in action.choices or ()) > 30
-
-
-def _wrap_example(line: str, width: int) -> str:
-    """Return a line of examples, a shell command or a remark, as lines of at most `width` characters, but at least 60.
-
-    A narrower terminal breaks the lines itself. In the line of a command, a flag stays with its value, such as
-    `--split 98,1,1`, and a value in quotes stays whole.
-    """
-    is_command = line.startswith("  python ")
-    quoted = r"\"[^\"]*\"|'[^']*'"
-    flag_before_value = rf"--\S+ (?={quoted}|[^\s-])"
-    words = re.findall(rf"(?:{flag_before_value})?(?:{quoted}|\S)+", line)
-    indent = line[: len(line) - len(line.lstrip())]
-    lines = [indent + " ".join(words[:1])]
-    for word in words[1:]:
-        # 3 characters: the space before the word, and ` \` at the end of the line
-        if len(lines[-1]) + len(word) + 3 > max(width, 60):
-            lines[-1] += " \\" if is_command else ""
-            lines.append(f"      {word}")
-        else:
-            lines[-1] += f" {word}"
-    return "\n".join(lines)
 
 
 class Parser(argparse.ArgumentParser):

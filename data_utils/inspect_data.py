@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.data.corpus_paths import TRIPLE_PARTS, has_loss_mask
+from megatron.data.corpus_paths import TRIPLE_PARTS, whole_of
 from megatron.data.damage import find_damage, find_holes, sidecar_sums
 from megatron.data.indexed_dataset import LOSS_SUFFIX, DatasetError, IndexedDataset
 from megatron.data.splits import PARTS
@@ -84,8 +84,9 @@ def _verify_pair(prefix: str, args: argparse.Namespace) -> list[str]:
     """Return the problems found in a pair; print a confirmation if there are none."""
     indexed = IndexedDataset(prefix)
     metadata = read_sidecar(prefix)
-    is_loss = prefix.endswith(LOSS_SUFFIX) and has_loss_mask(prefix.removesuffix(LOSS_SUFFIX))
-    is_masked = _is_part_of_triple(prefix)
+    is_part = whole_of(prefix) is not None
+    is_loss = is_part and prefix.endswith(LOSS_SUFFIX)
+    is_masked = is_part and not is_loss
     vocab_size = metadata.get("vocab_size")
     problems: list[str] = []
     checked = ["lengths", "boundaries"]
@@ -120,15 +121,6 @@ def _verify_pair(prefix: str, args: argparse.Namespace) -> list[str]:
             f"({', '.join(checked)}){checksum_note}"
         )
     return problems
-
-
-def _is_part_of_triple(prefix: str) -> bool:
-    """Return True for a pair of a CPM corpus for T5, which needs all three; other corpora may have similar names."""
-    for part in _PARTS_OF_TRIPLE:
-        if prefix.endswith(part):
-            stem = prefix.removesuffix(part)
-            return all(to_path(f"{stem}{each}.idx").is_file() for each in _PARTS_OF_TRIPLE)
-    return False
 
 
 def _find_bad_ids(indexed: IndexedDataset, vocab_size: int | None) -> list[str]:

@@ -43,7 +43,6 @@ from .files import Source, find_files, format_suffix, is_compressed
 from .journal import Journal
 from .parallel import ordered_map
 from .progress import Progress
-from .records import newly_read_columns
 from .sidecars import check_output
 from .streams import InputError
 
@@ -126,12 +125,9 @@ def _check_flags(args: argparse.Namespace) -> None:
 def _job_description(args: argparse.Namespace, sources: list[Source], tokenizer: Tokenizer) -> dict[str, Any]:
     """Return all inputs and settings that determine the output; a journal identifies its job by them."""
     files = []
-    columns = {}
     for source in sources:
         status = os.stat(source.path)
         files.append((*source, status.st_size, status.st_mtime_ns))
-        if format_suffix(source.path) == ".parquet":
-            columns[source.path] = newly_read_columns(source.path)
     settings = dict(vars(args))
     for ignored in ("input", "workers", "ray", "quiet", "debug", "vocab_file", "on_error"):
         settings.pop(ignored, None)
@@ -139,18 +135,15 @@ def _job_description(args: argparse.Namespace, sources: list[Source], tokenizer:
     settings.pop("chat_date")  # a job may be resumed on another day, so the default date must not identify it
     if args.chat_date:
         settings["chat_date"] = args.chat_date
-    job = {
+    return {
         "files": files,
         "tokenizer": tokenizer.fingerprint,
         "chunk": CHUNK_BYTES,
         "settings": settings,
-        # How documents of FILE@0.5 are drawn. Jobs of earlier versions, which drew otherwise, must start again.
+        # How documents of FILE@0.5 are drawn. Jobs of earlier versions, which drew otherwise and read fewer columns of
+        # Parquet files, must start again.
         "draw": "blake2b",
     }
-    # A chunk contains only the columns that are read, so the choice of columns determines where chunks end.
-    if any(columns.values()):
-        job["columns"] = columns
-    return job
 
 
 def _tokenize_chunks(
@@ -237,7 +230,7 @@ class _Output:
         """
         if not state:
             return False
-        if state.get("added", self._added) != self._added:  # journals of earlier versions lack this entry
+        if state["added"] != self._added:
             raise ValueError(
                 f"{self.args.output_prefix}.part.json belongs to a run whose tokenizer begins or ends documents with "
                 f"other tokens; use that tokenizer, or delete this file to start again"

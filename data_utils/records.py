@@ -217,20 +217,6 @@ def _unread_columns(path: str, changed: int) -> dict[str, str]:
     return {field.name: str(field.type) for field in _schema(path) if not _is_readable(types, field.type)}
 
 
-def newly_read_columns(path: str) -> list[str]:
-    """Return the columns that are read but that earlier versions ignored.
-
-    Earlier versions read only columns of type string or large_string.
-    """
-    pyarrow = _pyarrow(path)
-    plain = (pyarrow.string(), pyarrow.large_string())
-    names = []
-    for field in _schema(path):
-        if field.type not in plain and _is_readable(pyarrow.types, field.type):
-            names.append(field.name)
-    return names
-
-
 def _schema(path: str) -> Any:
     """Return the Arrow schema of a parquet file. Raises InputError for a damaged file."""
     pyarrow = _pyarrow(path)

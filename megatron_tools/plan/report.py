@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 
-from data_utils.tables import split_columns
 from megatron.estimate.per_rank import Memory
 from megatron.estimate.sizes import Shapes, parameters
 from megatron.model.work import sample_lengths
 from megatron.training.console import format_count
+from megatron_tools.tables import split_columns
 from tds.timetable import max_in_flight
 
 from ..report.timetable import instructions_of

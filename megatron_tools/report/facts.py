@@ -5,8 +5,9 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from data_utils.tables import align_columns, split_columns
+from data_utils.tables import align_columns
 from megatron.tokenizer.load import find_vocab_file
+from megatron_tools.tables import split_columns
 
 from .runs import RunData
 
