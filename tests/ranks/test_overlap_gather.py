@@ -144,10 +144,11 @@ def test_late_gathers_change_no_number(stages: int, chunks: int, bf16: bool, tmp
 
 
 def _refused() -> str:
-    optimizer = tds.DistributedOptimizer(torch.optim.AdamW(nn.Linear(2, 2).parameters()), overlap_gather=True)
+    model = nn.Linear(2, 2)
+    optimizer = tds.DistributedOptimizer(torch.optim.AdamW(model.parameters()), overlap_gather=True)
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}}
     try:
-        tds.initialize(model=nn.Linear(2, 2), optimizer=optimizer, config=config)
+        tds.initialize(model=model, optimizer=optimizer, config=config)
     except ValueError as error:
         return str(error)
     return ""
