@@ -109,6 +109,7 @@ def _patch_torch(local_rank: int) -> None:
     torch.cuda.nccl.version = lambda: (2, 29, 7)  # for messages of torch about errors of collectives
     torch.get_device_module = lambda *_: torch.cuda  # type: ignore[assignment]
     _patch_generators()
+    _patch_storage()
 
 
 def _accelerator_functions(local_rank: int) -> dict[str, Any]:
@@ -168,6 +169,21 @@ def _cuda_functions(local_rank: int) -> dict[str, Any]:
         functions[f"reset_max_{kind}"] = lambda *_: None
     functions["reset_peak_memory_stats"] = lambda *_: None
     return functions
+
+
+def _patch_storage() -> None:
+    import torch
+
+    resize_on_host = torch.UntypedStorage.resize_
+
+    def resize_(storage: Any, size: int) -> Any:
+        if storage.device.type != "cuda":
+            return resize_on_host(storage, size)
+        tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        torch.ops.stand_in.resize_storage(tensor, size)
+        return storage
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment]
 
 
 def _patch_generators() -> None:

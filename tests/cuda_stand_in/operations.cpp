@@ -6,6 +6,8 @@
 #include <ATen/NativeFunctions.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <cstring>
 #include <set>
 #include <unordered_map>
 #include <vector>
@@ -273,11 +275,27 @@ Tensor host_view(const Tensor& tensor) {
   return views.to_host(tensor);
 }
 
+// Resize the storage of `tensor`, which all its views share. UntypedStorage.resize_ needs a CUDA build.
+void resize_storage(const Tensor& tensor, int64_t bytes) {
+  c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
+  c10::DataPtr memory = device_allocator()->allocate(bytes);
+  size_t kept = std::min<size_t>(bytes, storage->nbytes());
+  if (kept) std::memcpy(memory.get(), storage->data(), kept);
+  storage->set_data_ptr_noswap(std::move(memory));
+  storage->set_nbytes(bytes);
+}
+
 }  // namespace
 }  // namespace stand_in
 
-TORCH_LIBRARY(stand_in, library) { library.def("host_view(Tensor tensor) -> Tensor"); }
-TORCH_LIBRARY_IMPL(stand_in, CUDA, library) { library.impl("host_view", &stand_in::host_view); }
+TORCH_LIBRARY(stand_in, library) {
+  library.def("host_view(Tensor tensor) -> Tensor");
+  library.def("resize_storage(Tensor(a!) tensor, int bytes) -> ()");
+}
+TORCH_LIBRARY_IMPL(stand_in, CUDA, library) {
+  library.impl("host_view", &stand_in::host_view);
+  library.impl("resize_storage", &stand_in::resize_storage);
+}
 
 TORCH_LIBRARY_IMPL(_, CUDA, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&stand_in::run_on_host>());
