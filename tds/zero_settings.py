@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -94,12 +95,15 @@ def refuse_unsupported(engine: Any, optimizer: Any) -> None:
 def load_arguments(engine: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Return the arguments of `load_checkpoint` by name, changed so that `load_module_only` works in every stage.
 
-    A tag becomes a string, as DeepSpeed makes it only in `save_checkpoint`.
+    A tag becomes a string, as DeepSpeed makes it only in `save_checkpoint`. Raises FileNotFoundError for a tag without a
+    folder.
     """
     arguments = inspect.signature(DeepSpeedEngine.load_checkpoint).bind(engine, *args, **kwargs).arguments
     del arguments["self"]
     if arguments.get("tag") is not None:
         arguments["tag"] = str(arguments["tag"])
+        if not Path(arguments["load_dir"], arguments["tag"]).is_dir():
+            raise FileNotFoundError(f"{arguments['load_dir']} has no checkpoint {arguments['tag']}: pass another tag")
     if arguments.get("load_module_only") and engine.zero_optimization_stage() == 3:
         # Otherwise DeepSpeed would load no weights: the shards of ZeRO 3 are in the files of the optimizer states.
         arguments["load_optimizer_states"] = False

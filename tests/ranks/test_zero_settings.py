@@ -133,6 +133,8 @@ def _outputs_after_load(folder: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
         expected = first(_batch(1)).detach()
         first.save_checkpoint(folder, str(stage))
         second = _engine({"stage": stage})
+        with pytest.raises(FileNotFoundError, match="no checkpoint none"):
+            second.load_checkpoint(folder, "none")
         second.load_checkpoint(folder, str(stage), load_module_only=True)
         assert second.global_steps == 0
         found.append((second(_batch(1)).detach(), expected))
