@@ -95,7 +95,7 @@ def refuse_unsupported(engine: Any, optimizer: Any) -> None:
 def load_arguments(engine: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Return the arguments of `load_checkpoint` by name, changed so that `load_module_only` works in every stage.
 
-    A tag becomes a string, as DeepSpeed makes it only in `save_checkpoint`. Raises FileNotFoundError for a tag without a
+    A tag becomes a string, as DeepSpeed makes it only in `save_checkpoint`. Raises FileNotFoundError if it names no
     folder.
     """
     arguments = inspect.signature(DeepSpeedEngine.load_checkpoint).bind(engine, *args, **kwargs).arguments
