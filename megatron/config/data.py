@@ -1,15 +1,16 @@
 """Settings of corpus, objective and samples; the other sections are in `sections.py`."""
 
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from .data_stages import StagedCorpora, parse_stages, stages_as_json
 from .fields import ConfigError, Section, at_least, between, one_of, opt, problems_where
 
 T5_OBJECTIVES = ("span-corruption", "prefix-lm")
 DECODER_OBJECTIVES = ("lm", "sft", "prefix-lm")
+CORPUS_ENDINGS = (".bin", ".idx", ".json", ".orders")  # of what lies beside a corpus
 NAMED_SET = re.compile(r"([^\W\d_][\w.-]*)=(.+)")  # a word that names a data set: web=data/a
 
 
@@ -18,34 +19,34 @@ def objectives_of(family: str | None) -> tuple[str, ...]:
     return T5_OBJECTIVES if family == "t5" else DECODER_OBJECTIVES
 
 
-def corpus_prefix(word: str) -> str:
-    """Return the prefix of the .bin/.idx pair that `word` names; `word` is the prefix or one of the two files.
+def is_corpus(prefix: str) -> bool:
+    """Return whether a corpus with this prefix exists on this machine."""
+    return os.path.exists(f"{prefix}.idx")
 
-    `x`, `x.bin` and `x.idx` all give `x`. But if x.bin.idx exists, `x.bin` is itself a prefix.
+
+def corpus_prefix(word: str) -> str:
+    """Return the prefix of the .bin/.idx pair that `word` names; `word` is the prefix or a path that belongs to it.
+
+    `x`, `x.bin`, `x.idx` and the sidecar `x.json` all give `x`. But if x.bin.idx exists, `x.bin` is itself a prefix.
     """
-    path = Path(word)
-    if path.suffix in (".bin", ".idx") and not Path(f"{word}.idx").exists():
-        return word[: -len(path.suffix)]
-    return word
+    prefix, ending = os.path.splitext(word)
+    is_file = ending in CORPUS_ENDINGS and not is_corpus(word)
+    return prefix if is_file else word
 
 
 def corpus_prefixes(words: Sequence[str]) -> tuple[str, ...]:
     """Return the prefixes and weights that the words after --data-path name.
 
-    The two files of a pair (as in `data/x.*`) count as one prefix. A single word may contain several weights and
+    The files of a corpus (as in `data/x.*`) count as one prefix. A single word may contain several weights and
     prefixes, separated by spaces.
     """
     prefixes: list[str] = []
     previous_word = ""
     for word in words:
-        parts = split_words(word)
-        prefix = corpus_prefix(word)
-        # `data/x.bin` or `data/x.idx` after the other one: the first file has already added the prefix.
-        is_repeated = bool(prefixes) and prefix == prefixes[-1]
-        is_second_file = is_repeated and {previous_word, word} == {f"{prefix}.bin", f"{prefix}.idx"}
-        if len(parts) > 1:
-            prefixes.append(" ".join(map(corpus_prefix, parts)))
-        elif not is_second_file:
+        prefix = " ".join(map(corpus_prefix, split_words(word)))
+        # `data/x.idx` after `data/x.bin`: the first file has already added the prefix.
+        is_next_file = prefixes[-1:] == [prefix] and len({previous_word, word, prefix}) == 3
+        if not is_next_file:
             prefixes.append(prefix)
         previous_word = word
     return tuple(prefixes)
@@ -67,7 +68,7 @@ def renamed(word: str, change: Callable[[str], str]) -> str:
 def split_words(word: str) -> list[str]:
     """Split a quoted list such as "0.7 a 0.3 b" into its words; return a prefix that contains spaces unchanged."""
     parts = word.split()
-    is_blend = len(parts) > 1 and is_number(parts[0])
+    is_blend = len(parts) > 1 and is_number(parts[0]) and not is_corpus(corpus_prefix(word))
     return parts if is_blend else [word]
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..config.data import NAMED_SET, is_number, split_words
+from ..config.data import NAMED_SET, is_corpus, is_number, split_words
 from ..config.data_stages import Stage, StagedCorpora, prefixes_in
 from ..storage import is_url, to_path
 from .indexed_dataset import DTYPES, HEADER, LOSS_SUFFIX, DatasetError
@@ -35,7 +35,7 @@ def parse_blend(words: str | Words) -> list[tuple[str | None, str]]:
     if not is_weighted:
         # Without a weight in front, a number is the name of a corpus or a misplaced weight.
         for part in parts:
-            if is_number(part) and not _is_corpus(part):
+            if is_number(part) and not is_corpus(part):
                 raise DatasetError(f"{argument} must be pairs of a weight and a prefix, as in 0.7 a 0.3 b")
         return [(None, part) for part in parts]
     weights = parts[::2]
@@ -61,10 +61,6 @@ def _parse_distinct(words: str | Words) -> list[tuple[str | None, str]]:
     return blend
 
 
-def _is_corpus(word: str) -> bool:
-    return Path(f"{word}.idx").exists()
-
-
 def parse_named_sets(words: str | Words, part: str) -> dict[str, str | Words]:
     """Return name -> blend of the data sets in `web=a "books=0.7 b 0.3 c"`; {"": words} if the words have no names.
 
@@ -78,7 +74,7 @@ def parse_named_sets(words: str | Words, part: str) -> dict[str, str | Words]:
     repeated = None
     for word in parts:
         match = NAMED_SET.match(word)
-        if not match or _is_corpus(word):  # the prefix of a corpus may contain =
+        if not match or is_corpus(word):  # the prefix of a corpus may contain =
             unnamed += 1
             continue
         name = match[1]

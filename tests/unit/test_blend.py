@@ -3,6 +3,7 @@
 import pickle
 import re
 from fractions import Fraction
+from glob import glob
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_utils.indexed_writer import IndexedDatasetBuilder
+from megatron.config.data import corpus_prefixes
 from megatron.config.data_stages import StagedCorpora, parse_stages
 from megatron.data.blend import BlendedDataset, block_quotas, order_block, rare_corpora
 from megatron.data.corpora import build_datasets
@@ -206,6 +208,18 @@ def test_paths(tmp_path: Path) -> None:
     (train, valid, test), _ = build_train_valid_test_datasets({"train": (a,), "valid": (b,)}, "1", 16, seed=1)
     assert train is not None and int(train[0]["text"].max()) < 1000
     assert valid is not None and int(valid[0]["text"].min()) >= 1000
+
+
+def test_all_files_of_a_corpus_are_one_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name may begin with a number, and a blend may be longer than the name of a file can be."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("x", "2024 x"):
+        corpus(Path(name), 0, 1)
+        Path(f"{name}.json").touch()
+        Path(f"{name}.orders").mkdir()
+    assert corpus_prefixes(sorted(glob("*"))) == ("2024 x", "x")
+    assert parse_blend("2024 x") == [(None, "2024 x")]
+    assert corpus_prefixes(["1 " + "a" * 300 + ".bin"]) == ("1 " + "a" * 300,)
 
 
 def draws(kind: str, paths: Any) -> dict[str, list[list[bool]]]:
