@@ -286,6 +286,8 @@ class _JsonArray:
         except json.JSONDecodeError as error:
             may_continue = error.msg.startswith("Unterminated") or error.pos + _CUT_MARGIN > len(self._window)
             return 0, error.msg, may_continue
+        except ValueError:  # Python refuses integers of more than 4300 digits
+            return 0, "a number has more than 4300 digits", False
         except RecursionError:
             return 0, "nested too deeply", False
         return end, "", end == len(self._window)  # a number may continue in the next block

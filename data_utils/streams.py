@@ -111,8 +111,8 @@ class _ZstdAdapter:
 
     needs_input = True
 
-    def __init__(self, new_decompressor: Callable[[], Any]) -> None:
-        self._decompressor = new_decompressor()
+    def __init__(self, decompressor: Any) -> None:
+        self._decompressor = decompressor
 
     def decompress(self, raw: bytes, most: int) -> bytes:
         return bytes(self._decompressor.decompress(raw))
@@ -126,7 +126,9 @@ def _open_zstd(path: str) -> _CompressedFile:
         import zstandard
     except ImportError:
         raise InputError(f"reading {path} needs the package zstandard: {pip_install('zstandard')}") from None
-    return _CompressedFile(path, lambda: _ZstdAdapter(zstandard.ZstdDecompressor().decompressobj), read_size=1 << 8)
+    # The default would refuse the windows of `zstd --long=31`. Memory is allocated only for the window of the file.
+    zstd = zstandard.ZstdDecompressor(max_window_size=2**31)
+    return _CompressedFile(path, lambda: _ZstdAdapter(zstd.decompressobj()), read_size=1 << 8)
 
 
 _OPENERS: dict[str, Callable[[str], _CompressedFile]] = {
@@ -196,7 +198,7 @@ def _raw_blocks(path: str, size: int) -> Iterator[bytes]:
     except (InputError, FileNotFoundError):
         raise
     except _damage_errors() as error:
-        raise InputError(f"{path}, near line {line}: damaged compressed data ({error})") from None
+        raise InputError(f"{path}, near line {line}: cannot decompress the file ({error})") from None
 
 
 def _damage_errors() -> tuple[type[Exception], ...]:

@@ -67,7 +67,6 @@ SENTENCES = {
     "document_ids_do_not_fit": "document ids .* do not fit",
     "became_shorter_while_it_was_read": "became shorter while it was read",
     "is_utf_8_not_gb18030": "is UTF-8, not gb18030",
-    "damaged_compressed_data": "damaged compressed data",
     "cannot_read_the_folder_a_b": "cannot read the folder .*a/b: .*make it readable",
     "line_1_the_header_lists_the": "line 1: the header lists the column 'text' more than once",
     "left_over_from_another_model": "left over from another model",

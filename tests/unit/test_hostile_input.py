@@ -108,10 +108,12 @@ def test_numbers_of_thousands_of_digits_are_named_with_file_and_line(tmp_path: P
             read(str(path))
     with pytest.raises(schema.SchemaError, match=SENTENCES["line_3_a_number_of_5000"]):
         schema.parse_index(path.read_text())
-    corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text('{"text": "a"}\n{"text": "b", "id": ' + LONG + "}\n")
-    with pytest.raises(InputError, match=r"corpus.jsonl.*2.*digits"):
-        list(read_texts([str(corpus)]))
+    records = ['{"text": "a"}', '{"text": "b", "id": ' + LONG + "}"]
+    for name, text in {"corpus.jsonl": "\n".join(records), "corpus.json": "[" + ",\n".join(records) + "]"}.items():
+        corpus = tmp_path / name
+        corpus.write_text(text)
+        with pytest.raises(InputError, match=rf"{name}.*2.*digits"):
+            list(read_texts([str(corpus)]))
 
 
 # -------------------------------------------------------------- chat templates

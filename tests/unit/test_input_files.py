@@ -34,6 +34,17 @@ def test_concatenated_json_lines_may_contain_byte_order_marks(tmp_path: Path) ->
     assert texts_of(path) == ["one", "two"]
 
 
+def test_zstd_files_may_have_the_largest_window(tmp_path: Path) -> None:
+    pytest.importorskip("zstandard")
+    line = b'{"text": "one"}\n'
+    magic = bytes.fromhex("28b52ffd")
+    window = bytes([0, 21 << 3])  # 2**(10 + 21) bytes, as of `zstd --long=31`
+    block = (len(line) << 3 | 1).to_bytes(3, "little")  # the last block, not compressed
+    path = tmp_path / "text.jsonl.zst"
+    path.write_bytes((magic + window + block + line) * 2)
+    assert texts_of(path) == ["one", "one"]
+
+
 def test_a_link_to_a_file_that_is_read_is_skipped_with_a_message(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "a.txt").write_text("one\n")
