@@ -28,7 +28,7 @@ from .cli import (
 )
 from .dedup import ExactDuplicates, Fingerprints, fingerprint, shingles
 from .documents import Chunk, counted_documents
-from .files import REPORT_SUFFIX, check_outputs, find_files
+from .files import check_outputs, find_files
 from .near_duplicates import NearDuplicates, minhash_signature
 from .parallel import ordered_map
 from .progress import Progress
@@ -226,7 +226,7 @@ def main(args: argparse.Namespace) -> None:
         if not report.kept:  # an error here leaves an existing output unchanged
             raise InputError(f"every document of {', '.join(args.input)} was dropped: {content['dropped']}")
     report_text = json.dumps(content, indent=2, ensure_ascii=False)
-    write_text(f"{output}{REPORT_SUFFIX}", report_text)
+    write_text(f"{output}.report.json", report_text)
     print("\n".join([*report.lines(), f"-> {output}"]))
 
 

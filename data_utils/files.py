@@ -2,6 +2,7 @@
 
 import glob
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -12,9 +13,11 @@ from .streams import COMPRESSED, InputError, detect_encoding, is_utf8
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".txt", ".csv", ".parquet")
 SUPPORTED = f"{', '.join(SUFFIXES)} (plain, {', '.join(COMPRESSED)})"
-REPORT_SUFFIX = ".report.json"  # suffix that tools/clean_corpus.py appends to the name of its output
 AUTO = "auto"  # --encoding that finds the encoding of each file
 MAX_NAMED = 3  # number of skipped files that a message lists by name
+
+# How the journals and sidecars of tools/preprocess_data.py and the reports of tools/clean_corpus.py begin
+_TOOL_OUTPUT = re.compile(rb'{("job": "[0-9a-f]{64}", "state"|\n  "tokenizer": |\n  "read": \d+,\n  "read_chars")')
 
 
 class Source(NamedTuple):
@@ -42,8 +45,8 @@ def find_files(
     inputs: files, folders or glob patterns, each optionally followed by `@WEIGHT`. Folders are searched recursively;
     the search follows links and skips hidden entries.
     encoding: encoding of the text, or `auto` to judge each file by its content.
-    notify: called with a message about skipped files. Files of other types, reports of tools/clean_corpus.py and files
-    that were already found under another path are skipped.
+    notify: called with a message about skipped files. Files of other types, JSON files that the data tools wrote
+    (reports, sidecars, journals) and files that were already found under another path are skipped.
     Raises InputError for an input that does not exist, cannot be read or is of an unsupported type, and for a file that
     two inputs give.
     """
@@ -56,13 +59,9 @@ def find_files(
         path = Path(name)
         if path.is_dir():
             paths = _supported_files(name, [path], notify)
-            if not paths:
-                raise InputError(f"the folder {name} contains no file of a supported type; supported are {SUPPORTED}")
         elif glob.has_magic(name) and not path.exists():
             _check_folders_of(name)
             paths = _supported_files(name, map(Path, glob.glob(name, recursive=True)), notify)
-            if not paths:
-                raise InputError(f"{name} matches no file of a supported type; supported are {SUPPORTED}")
         else:
             paths = [name]
         for path_found in paths:
@@ -185,29 +184,30 @@ def check_outputs(inputs: Sequence[str], outputs: Sequence[str | None], encoding
 
 
 def _supported_files(name: str, paths: Iterable[Path], notify: Callable[[str], None]) -> list[str]:
-    """Return the files of supported types in `paths` and below its folders, sorted; `notify` of skipped files."""
-    candidates = []
-    reports = []
-    for path in sorted(map(str, _existing_files(_walk_files(name, paths, notify)))):
-        if _is_report(path):
-            reports.append(path)
-        else:
-            candidates.append(path)
-    if reports:
-        notify(f"{name}: skipped {len(reports)} reports of tools/clean_corpus.py ({_abbreviate(reports)})")
+    """Return the files of supported types in `paths` and below its folders, sorted; `notify` of skipped files.
+
+    Raises InputError if there are none.
+    """
+    found = sorted(map(str, _existing_files(_walk_files(name, paths, notify))))
+    outputs = list(filter(_is_tool_output, found))
+    candidates = sorted({*found} - {*outputs})
+    if outputs:
+        notify(f"{name}: skipped {len(outputs)} JSON files that the data tools wrote ({_abbreviate(outputs)})")
     supported = list(filter(format_suffix, candidates))
     others = [path for path in candidates if not format_suffix(path)]
-    if supported and others:
+    if not supported:
+        raise InputError(f"{name} gives no file of a supported type; supported are {SUPPORTED}")
+    if others:
         notify(f"{name}: skipped {len(others)} of {len(candidates)} files of unsupported types ({_abbreviate(others)})")
     return supported
 
 
-def _is_report(path: str) -> bool:
-    """Return True for the name of a report of tools/clean_corpus.py, such as x.jsonl.report.json.
-
-    x.report.json is not such a name and may be a corpus.
-    """
-    return path.endswith(REPORT_SUFFIX) and format_suffix(path.removesuffix(REPORT_SUFFIX)) is not None
+def _is_tool_output(path: str) -> bool:
+    """Return True for a report of tools/clean_corpus.py, and for a journal or sidecar of tools/preprocess_data.py."""
+    if not path.endswith(".json"):
+        return False
+    with open(path, "rb") as file:
+        return _TOOL_OUTPUT.match(file.read(99)) is not None
 
 
 def _abbreviate(paths: Sequence[Path | str]) -> str:

@@ -138,13 +138,16 @@ def test_only_success_removes_what_is_done(
 
 
 def test_a_bad_line_is_left_out_by_the_run_that_goes_on(start: Callable[..., None], tmp_path: Path) -> None:
+    """The folder of the input also holds the output, whose journal and sidecar are no input."""
     (tmp_path / "x.jsonl").write_text("".join([*LINES[:BAD], "not JSON\n", *LINES[BAD:]]))
     with pytest.raises(RuntimeError, match=f"line {BAD + 1}: the record is not JSON"):
-        start("b")
+        start("b", "--input", str(tmp_path))
     kept(tmp_path)
-    start("b", "--on-error", "skip")
-    start("a", "--on-error", "skip")
+    (tmp_path / "x.jsonl.report.json").write_text(json.dumps({"read": 1, "read_chars": 1}, indent=2))
+    start("b", "--on-error", "skip", "--input", str(tmp_path))
+    start("a", "--on-error", "skip", "--input", str(tmp_path))
     assert written(tmp_path, "b") == written(tmp_path, "a")
+    assert json.loads((tmp_path / "a_text_document.json").read_text())["bad_lines"] == 1
 
 
 def test_a_part_that_is_not_what_was_written_is_refused(start: Callable[..., None], tmp_path: Path) -> None:
