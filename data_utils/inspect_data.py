@@ -229,7 +229,7 @@ def build_parser() -> Parser:
     command("info", info, "summarise a pair", pair=True)
     cmd = command("verify", verify, "check lengths, boundaries, checksums and ids", pair=True)
     tokenizer_of(cmd, required=False)
-    cmd = command("decode", decode, "print documents as text", pair=True)
+    cmd = command("decode", decode, "print documents as text, without end-of-document tokens", pair=True)
     cmd.add_argument("documents", type=int, nargs="+", help="document numbers, from 0")
     cmd.add_argument("--ids", action="store_true", help="print token ids in place of text")
     tokenizer_of(cmd, required=True)
@@ -277,7 +277,8 @@ def _add_writers(command: Callable[..., argparse.ArgumentParser]) -> None:
         help="path of the new pairs, without _train, _valid or _test (default: path of the given pair)",
     )
     cmd = command("drop", drop_documents, "write a pair without some documents", pair=True)
-    cmd.add_argument("documents", nargs="+", help="document numbers, from 0, and ranges such as 20-31")
+    cmd.fromfile_prefix_chars = "@"
+    cmd.add_argument("documents", nargs="+", help="numbers from 0, ranges such as 20-31, or @FILE with one per line")
     cmd.add_argument("--output", type=output_prefix, required=True, help="path of the new pair, without .bin or .idx")
 
 

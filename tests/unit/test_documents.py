@@ -136,7 +136,8 @@ def test_a_corpus_without_documents_has_all_others_and_their_loss_mask(tmp_path:
     sidecar = {"fingerprint": "0123", "vocab_size": 2000, "documents": 7, "tokens": 21}
     (tmp_path / "a.json").write_text(json.dumps(sidecar))
     output = str(tmp_path / "b")
-    drop(prefix, "4-5", "0", "4", "--output", output)
+    (tmp_path / "dropped").write_text("0\n4\n")
+    drop(prefix, "4-5", f"@{tmp_path}/dropped", "--output", output)
     left = [1, 2, 3, 6]
     found, mask = IndexedDataset(output), IndexedDataset(f"{output}_loss")
     assert [found[i].tolist() for i in range(len(found))] == [[1000 + d] * sizes[d] for d in left]
