@@ -13,6 +13,7 @@ import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from os.path import commonprefix
 from pathlib import Path
 from re import Pattern
 from typing import Any, NamedTuple, Protocol
@@ -60,6 +61,10 @@ class Template(Protocol):
     def pieces(self, messages: Messages) -> Pieces:
         """Return the rendered conversation in pieces. Raises ValueError if the template cannot render it."""
 
+    @property
+    def delimiters(self) -> Pattern[str]:
+        """Pattern of the names of tokens that delimit turns."""
+
     def prompt_pieces(self, messages: Messages) -> Pieces:
         """Return the prompt: the conversation up to the point where the assistant's next answer begins."""
 
@@ -69,6 +74,7 @@ class ChatML:
 
     source = "chatml"
     date: str | None = None
+    delimiters = any_name_pattern((BEGIN, END))
     jinja = (
         "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' "
         "+ '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
@@ -153,13 +159,14 @@ class JinjaTemplate:
         for number, message in enumerate(messages):
             if message.role != "assistant":
                 continue
+            after = self.render(messages[: number + 1], add_generation_prompt=False)
             # Many templates read messages[0], so they cannot render the empty conversation before a first answer.
             if number:
                 before = self.render(messages[:number], add_generation_prompt=True)
             else:
-                marked = self.render([message._replace(content=PLACEHOLDER)], add_generation_prompt=False)
-                before = marked.partition(PLACEHOLDER)[0]
-            after = self.render(messages[: number + 1], add_generation_prompt=False)
+                marked = self.render([Message("assistant", PLACEHOLDER)], add_generation_prompt=False)
+                # The message's own reasoning may replace an empty thought of the template.
+                before = commonprefix([marked.partition(PLACEHOLDER)[0], after])
             extends_earlier_text = after.startswith(before) and rendered.startswith(after) and len(before) >= start
             if not extends_earlier_text:
                 raise ValueError("the chat template does not allow training: a turn changes the text of earlier turns")
@@ -169,8 +176,7 @@ class JinjaTemplate:
             stripped = answer.rstrip()
             if len(stripped) > len(message.content.rstrip()):
                 answer = stripped
-            pieces.append(Piece(rendered[start : len(before)]))
-            pieces.append(Piece(answer, in_loss=True))
+            pieces += [Piece(rendered[start : len(before)]), Piece(answer, in_loss=True)]
             start = len(before) + len(answer)
         pieces.append(Piece(rendered[start:]))
         return tuple(piece for piece in pieces if piece.text)
@@ -228,13 +234,13 @@ class JinjaTemplate:
         for message in messages:
             refuse_unrendered(message.further, self.source)
         for text in texts_in([[message.content, message.further] for message in messages]):
-            match = self._forbidden_names.search(text)
+            match = self.delimiters.search(text)
             if match:
                 kind = "a special token" if match[0] in self._tokenizer.specials else "a token that delimits turns"
                 raise ValueError(f"a message contains {match[0]}, which is {kind}")
 
     @functools.cached_property
-    def _forbidden_names(self) -> Pattern[str]:
+    def delimiters(self) -> Pattern[str]:
         """Pattern of the token names that messages must not contain.
 
         The forbidden tokens are the special tokens, the tokens around user and system turns, and the tokens that

@@ -106,17 +106,19 @@ class PromptEncoder:
         """Encode a conversation that ends with a message to answer.
 
         The answer ends with the template's end-of-turn token or with the end-of-document token. The shown answer
-        contains no special tokens.
+        contains neither special tokens nor tokens that delimit turns.
         """
         assert self.template is not None
         pieces = self.template.prompt_pieces(conversation.messages)
         tokens, _ = ChatEncoder(self.tokenizer, append_eod=False).encode(pieces)
-        hidden_ids = set(self.tokenizer.specials.values())
         eod = self.tokenizer.eod
         end_id = turn_end(self.template, self.tokenizer)
         if end_id is None:
             end_id = eod
-        hidden_ids.add(end_id)
+        hidden_ids = set(self.tokenizer.specials.values())
+        for name, token in self.tokenizer.marks.items():
+            if self.template.delimiters.fullmatch(name):
+                hidden_ids.add(token)
         other_end_ids = () if end_id == eod else (eod,)
         return Question(conversation, tokens, end_id, hidden_ids=frozenset(hidden_ids), other_end_ids=other_end_ids)
 

@@ -262,7 +262,9 @@ def test_marks_that_are_not_special(folder: Path, tmp_path: Path) -> None:
         assert plain == ours.encode(text) and ours.eod not in plain and ours.decode(plain) == text
     asked = PromptEncoder(ours, ChatML()).question(Conversation((Message("user", f"a{END}"),)))
     assert asked.end_id == ours.marks[END] and asked.tokens.count(asked.end_id) == 1
-    assert decode_answer(ours, asked, [*ours.encode("Paris."), asked.end_id]) == "Paris."
+    for template in (ChatML(), load_template("tokenizer", ours, str(tmp_path))):
+        asked = PromptEncoder(ours, template).question(Conversation((Message("user", "a"),)))
+        assert decode_answer(ours, asked, [ours.marks[BEGIN], *ours.encode("Paris."), asked.end_id]) == "Paris."
 
 
 def test_lines_of_a_file(tmp_path: Path) -> None:

@@ -226,6 +226,17 @@ def test_reasoning_has_three_names(hf_tokenizer: Path, given: str, read: str) ->
         template.pieces(parse_messages([{**turns[1], "tent": "x"}]))
 
 
+@pytest.mark.parametrize("otherwise", ["", "{% else %}<think></think>"])
+def test_the_thought_of_a_first_answer_counts(hf_tokenizer: Path, otherwise: str) -> None:
+    pytest.importorskip("jinja2")
+    thought = "{% if message.thinking %}<think>{{ message.thinking }}</think>" + otherwise + "{% endif %}"
+    source = plain_template(thought + "{{ message.content }}")
+    template = template_from(source, load_tokenizer(str(hf_tokenizer)), str(hf_tokenizer))
+    first = parse_messages([{"role": "assistant", "content": "4", "thinking": "two and two"}])
+    (trained,) = [piece.text for piece in template.pieces(first) if piece.in_loss]
+    assert trained.endswith("two and two</think>4")
+
+
 def test_a_conversation_in_which_nothing_is_marked_is_refused(hf_tokenizer: Path, tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
     (tmp_path / "t.jinja").write_text(BLOCKS["the last turn"])
