@@ -56,10 +56,9 @@ class IndexedDatasetBuilder:
             # A length takes 4 bytes, the end of a document 8.
             sizes = (state["bytes"], 4 * self.sequences, 8 * self.documents)
             digests = state["digests"]
-        self._tokens = _ChecksummedFile(self._names["bin"], sizes[0], digests[0])
-        self._sizes = _ChecksummedFile(self._names["sizes"], sizes[1], digests[1])
-        self._documents = _ChecksummedFile(self._names["documents"], sizes[2], digests[2])
-        self._logs = (self._tokens, self._sizes, self._documents)
+        # The first three names; the file of the index is opened at the end.
+        self._logs = list(map(_ChecksummedFile, self._names.values(), sizes, digests))
+        self._tokens, self._sizes, self._documents = self._logs
 
     @property
     def num_tokens(self) -> int:
