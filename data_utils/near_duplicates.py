@@ -154,8 +154,11 @@ class NearDuplicates:
         keys = self._keys(signature)
         candidates, counts = self._table.find(keys)
         truncated = signature.astype(np.uint16)  # 16 of 32 bits: two different numbers look equal once in 65,536 times
-        if len(candidates) and self._largest_similarity(truncated, candidates) >= self._min_estimate:
-            return True
+        if len(candidates):
+            known = np.stack([self._blocks[text // BLOCK_ROWS][text % BLOCK_ROWS] for text in candidates.tolist()])
+            # The share of equal numbers estimates the similarity.
+            if (known == truncated).mean(1).max() >= self._min_estimate:
+                return True
         self._store(truncated)
         # A key that many texts share is left out, so that a search compares few texts.
         self._table.add(keys[counts < MAX_PER_BAND], self._num_texts)
@@ -171,11 +174,6 @@ class NearDuplicates:
         mixed *= np.uint64(0x9E3779B97F4A7C15)
         keys: Hashes = (mixed >> np.uint64(32)).astype(np.uint32)
         return keys
-
-    def _largest_similarity(self, truncated: NDArray[np.uint16], texts: Hashes) -> float:
-        """Return the largest estimated similarity of a truncated signature to those of `texts`."""
-        known = np.stack([self._blocks[text // BLOCK_ROWS][text % BLOCK_ROWS] for text in texts.tolist()])
-        return float((known == truncated).mean(1).max())  # the largest share of equal numbers
 
     def _store(self, truncated: NDArray[np.uint16]) -> None:
         """Append a signature to the blocks, which are allocated as they are needed."""
