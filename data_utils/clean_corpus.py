@@ -117,16 +117,6 @@ class Report:
         self._dropped = dropped
         self._path = path
 
-    def count_read(self, text: str) -> None:
-        """Count a document that was read."""
-        self.read += 1
-        self.read_chars += len(text)
-
-    def count_kept(self, text: str) -> None:
-        """Count a document that is kept."""
-        self.kept += 1
-        self.kept_chars += len(text)
-
     def record_dropped(self, reason: str, text: str) -> None:
         """Count a dropped document, and write it to the file that --dropped names, if any."""
         self.reasons[reason] += 1
@@ -178,12 +168,14 @@ def kept_lines(args: argparse.Namespace, report: Report) -> Iterator[bytes]:
                     # The copies that FILE@2 asks for are no duplicates of each other.
                     reason = _duplicate_reason(fingerprints, exact, near)
                 for _ in range(copies):
-                    report.count_read(original)
+                    report.read += 1
+                    report.read_chars += len(original)
                     report.changed.update(outcome.changed)
                     if reason or outcome.text is None:
                         report.record_dropped(reason, original)
                     else:
-                        report.count_kept(outcome.text)
+                        report.kept += 1
+                        report.kept_chars += len(outcome.text)
                         line = json.dumps({"text": outcome.text}, ensure_ascii=False)
                         yield line.encode() + b"\n"
             progress.update(cleaned.source_bytes)
