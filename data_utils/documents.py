@@ -247,11 +247,12 @@ def _stream_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
         # White space at the end may be the first part of a delimiter, so it is searched again with the next block.
         searched = max(0, searched - cut)
         searched += len(unread[searched:].rstrip(_DELIMITER_BYTES))
-        if content and is_complete:
-            yield Chunk(source, start, cut, content, line)
-        elif content:
-            # The overlong document is left out, except a line for its error.
-            yield Chunk(source, start, cut, b"\n" * len(bad), line, bad)
+        if content:
+            kept = content
+            if not is_complete:
+                # The overlong document is left out, except a line for its error.
+                kept = b"\n" * len(bad)
+            yield Chunk(source, start, cut, kept, line, bad)
         line += content.count(b"\n")
         start += cut
     if unread:
