@@ -73,10 +73,10 @@ class Iterations:
 
 def _rows(path: Path) -> list[tuple[int, int]]:
     """Return (iteration, consumed samples) of the training rows of a metrics.jsonl, in order, after (0, 0)."""
-    if not path.is_file():
-        return [(0, 0)]
     consumed = {0: 0}
-    text = path.read_text(encoding="utf-8", errors="replace")
+    text = ""
+    if path.is_file():
+        text = path.read_text(encoding="utf-8", errors="replace")
     for row in map(parse_row, text.splitlines()):
         if row and row.get("split") == "train":
             consumed[row["iteration"]] = row["consumed_samples"]
