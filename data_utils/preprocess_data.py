@@ -205,18 +205,17 @@ class _Output:
             dtypes[LOSS_SUFFIX] = np.uint8
         elif args.objective == "cpm-t5":
             dtypes = {f"_{part}": np.int32 for part in TRIPLE_PARTS}
-        self.names = []
-        pair_dtypes = []
+        pairs = {}  # prefix of a pair -> its dtype
         for prefix in self.prefixes:
             for ending, dtype in dtypes.items():
-                self.names.append(prefix + ending)
-                pair_dtypes.append(dtype)
+                pairs[prefix + ending] = dtype
             check_output(prefix, endings=dtypes)
+        self.names = list(pairs)
         if not self._is_usable(state):
             state = {}
         states = state.get("builders", [None] * len(self.names))
         self.builders = []
-        for name, dtype, builder_state in zip(self.names, pair_dtypes, states, strict=True):
+        for (name, dtype), builder_state in zip(pairs.items(), states, strict=True):
             self.builders.append(IndexedDatasetBuilder(name, dtype, "part", builder_state))
         zeros = dict.fromkeys(("chunks", "source_bytes", "documents", "tokens", "targets", "bad_lines", "empty"), 0)
         self.counts: dict[str, int] = {**zeros, **state.get("count", {})}
