@@ -316,32 +316,25 @@ def run(
         # Errors of stdout name it. Without a stdout, there is nothing to name.
         named_stdout: Any = None if sys.stdout is None else NamedStdout(sys.stdout)
         with contextlib.redirect_stdout(named_stdout):
-            _run_main(function, parser, args)
+            try:
+                check_inputs_exist(args)
+                function(args)
+                if sys.stdout is not None:
+                    sys.stdout.flush()
+            except KeyboardInterrupt:
+                sys.exit(130)  # as shells report Ctrl-C: 128 + the number of SIGINT
+            except BrokenPipeError:  # the reader of the output has closed the pipe, as head(1) does
+                _give_up_stdout()
+            except (ValueError, OSError, RuntimeError) as error:
+                if args.debug:
+                    raise
+                message = str(error) if isinstance(error, MissingFiles) else describe_error(error)
+                print(f"{parser.prog}: {message}", file=sys.stderr)
+                if isinstance(error, OSError) and error.filename == NAMES["stdout"]:
+                    _give_up_stdout()
+                sys.exit(1)
 
 
 def _give_up_stdout() -> None:
     """Redirect a failed stdout to /dev/null, because Python flushes stdout at exit and would fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _run_main(
-    main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser, args: argparse.Namespace
-) -> None:
-    """Run a tool's `main`; exit with 1 and one sentence on stderr if it raises an expected error."""
-    try:
-        check_inputs_exist(args)
-        main(args)
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except KeyboardInterrupt:
-        sys.exit(130)  # as shells report Ctrl-C: 128 + the number of SIGINT
-    except BrokenPipeError:  # the reader of the output has closed the pipe, as head(1) does
-        _give_up_stdout()
-    except (ValueError, OSError, RuntimeError) as error:
-        if args.debug:
-            raise
-        message = str(error) if isinstance(error, MissingFiles) else describe_error(error)
-        print(f"{parser.prog}: {message}", file=sys.stderr)
-        if isinstance(error, OSError) and error.filename == NAMES["stdout"]:
-            _give_up_stdout()
-        sys.exit(1)
