@@ -27,11 +27,23 @@ FillArrays = Callable[[OrderArrays], None]  # function that fills new arrays
 
 
 def map_epoch(sample_order: "SampleOrder", number: int, folder: str) -> OrderArrays | None:
-    """Return the arrays of a large epoch in a file below `folder`; None if the file can be written nowhere."""
+    """Return the arrays of a large epoch in a file below `folder`, read-only; None if it can be written nowhere.
+
+    The first process to ask creates the file. If it cannot be created in `folder`, it goes to `scratch_folder()`, and a
+    message is printed on stderr.
+    """
     name = _name_of(sample_order, number)
     specs = sample_order._array_specs()
+    size = sum(length * np.dtype(dtype).itemsize for length, dtype in specs.values())
     try:
-        arrays = map_arrays(folder, name, specs, lambda new: sample_order._fill_arrays(number, new))
+        candidates = [Path(folder) / name, scratch_folder() / name]  # the second one if the first cannot be created
+        path = _find_file(candidates, size)
+        if path is None:
+            with file_lock(scratch_folder() / f"{name}.lock"):
+                # Another process may have created the file while this one waited for the lock.
+                path = _find_file(candidates, size)
+                path = path or _create(candidates, specs, size, lambda new: sample_order._fill_arrays(number, new))
+        arrays = _map_views(path, specs, "r")
     except OSError as error:
         consequence = "every process keeps a copy in memory; to save memory, set TMPDIR to a folder with free space"
         print(f"cannot write the sample order to a file ({error.strerror}), so {consequence}", file=sys.stderr)
@@ -48,22 +60,6 @@ def _name_of(sample_order: "SampleOrder", number: int) -> str:
     o = sample_order
     key = (o._sizes_digest, o.documents, o.length, o.overlap, True, o.seed, number)  # True: shuffled
     return hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest() + ".order"
-
-
-def map_arrays(folder: str | os.PathLike[str], name: str, arrays: Arrays, fill: FillArrays) -> OrderArrays:
-    """Return the arrays in the file `folder/name`, read-only. If the file does not exist, create it and call `fill`.
-
-    arrays: name, length and dtype of each array. fill: fills the new arrays.
-    If the file cannot be created in `folder`, it goes to `scratch_folder()`, and a message is printed on stderr.
-    """
-    candidates = [Path(folder) / name, scratch_folder() / name]
-    size = sum(length * np.dtype(dtype).itemsize for length, dtype in arrays.values())
-    path = _find_file(candidates, size)
-    if path is None:
-        with file_lock(scratch_folder() / f"{name}.lock"):
-            # Another process may have created the file while this one waited for the lock.
-            path = _find_file(candidates, size) or _create(candidates, arrays, size, fill)
-    return _map_views(path, arrays, "r")
 
 
 def remove(folder: str | os.PathLike[str], name: str) -> None:
@@ -88,7 +84,10 @@ def _find_file(candidates: list[Path], size: int) -> Path | None:
 
 
 def _create(candidates: list[Path], arrays: Arrays, size: int, fill: FillArrays) -> Path:
-    """Create the file at the first of the candidate paths whose disk has room for it; return this path."""
+    """Create the file at the first of the candidate paths whose disk has room for it; return this path.
+
+    arrays: name, length and dtype of each array. fill: fills the new arrays.
+    """
     for path in candidates:
         temporary = temporary_name(path)
         try:
