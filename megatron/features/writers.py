@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,15 +86,15 @@ def flat_settings(config: Config) -> dict[str, Any]:
     return {name: value for section in config.to_dict().values() for name, value in section.items()}
 
 
-def _service_run_id(path: Path, iteration: int, new: Callable[[], str]) -> str:
+def _service_run_id(path: Path, iteration: int, length: int) -> str:
     """Return the id of this run in a service such as Weights & Biases.
 
-    The file `path` stores the id. A run that starts at iteration 0 gets a new id from `new`.
+    The file `path` stores the id. A run that starts at iteration 0 gets a new id of `length` hexadecimal digits.
     """
     # A run that begins again is another run of the service, even in the same folder.
     if iteration and path.is_file():
         return path.read_text(encoding="utf-8").strip()
-    name = new()
+    name = uuid.uuid4().hex[:length]
     write_text(path, name + "\n")
     return name
 
@@ -169,7 +169,7 @@ class WeightsAndBiases:
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=os.environ.get("WANDB_NAME", run_dir.resolve().name),
             # A resumed run reads its id from this file; iteration 0 draws a new one.
-            id=_service_run_id(run_dir / "wandb_id", iteration, lambda: uuid.uuid4().hex[:12]),
+            id=_service_run_id(run_dir / "wandb_id", iteration, 12),
             resume="allow",
             dir=str(run_dir),
             config=flat_settings(config),
@@ -222,7 +222,7 @@ class SwanLab:
                 project=os.environ.get("SWANLAB_PROJ_NAME", PROJECT),
                 experiment_name=os.environ.get("SWANLAB_EXP_NAME", run_dir.resolve().name),
                 # A resumed run reads its id from this file; iteration 0 draws a new one.
-                id=_service_run_id(run_dir / "swanlab_id", iteration, lambda: uuid.uuid4().hex[:21]),
+                id=_service_run_id(run_dir / "swanlab_id", iteration, 21),
                 resume="allow",
                 logdir=str(run_dir / "swanlab"),
                 config=flat_settings(config),
