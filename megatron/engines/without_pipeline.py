@@ -164,7 +164,10 @@ class NoPipeEngine:
         if self.clips_all_gradients:
             norm = mpu.grad_norm(engine.module.parameters())
         elif engine.distributed:  # tds' DistributedOptimizer: each rank holds a share of the gradients
-            norm = self._norm_of_shares(engine)
+            mesh = mpu.get_mesh()
+            squared_norm = engine.distributed.squared_norm(mesh.model.rank, engine.device)
+            reduce_in_place(squared_norm, mesh.replica)
+            norm = self._sum_over_replicas(squared_norm).sqrt()
         else:
             return None
         if guard:
@@ -276,13 +279,6 @@ class NoPipeEngine:
                 batch_count = _check_counts(self.count_targets(batch))
                 target_count = target_count + batch_count
             return micro_batches, start_all_reduce(target_count, self.data)
-
-    def _norm_of_shares(self, engine: Any) -> Tensor:
-        """Return the norm of all gradients, of which tds' DistributedOptimizer holds a share on each rank."""
-        mesh = mpu.get_mesh()
-        squared_norm = engine.distributed.squared_norm(mesh.model.rank, engine.device)
-        reduce_in_place(squared_norm, mesh.replica)
-        return self._sum_over_replicas(squared_norm).sqrt()
 
     def _sum_over_replicas(self, x: Tensor) -> Tensor:
         """Sum x [...] over the data-parallel ranks, in place, and return it."""
