@@ -1,6 +1,5 @@
 """Monitoring of a run for skipped steps, non-finite losses, loss spikes and copies of weights that differ."""
 
-import itertools
 import math
 import statistics
 from collections import deque
@@ -132,8 +131,14 @@ class Health:
         norms = []
         skipped = 0
         spikes: list[Spike] = []
-        numbers = _copy_to_host([(step.loss, step.grad_norm) for step, _, _ in unread])
-        for (step, samples, state), (loss, norm) in zip(unread, numbers, strict=True):
+        values: list[Tensor | float] = []
+        for step, _, _ in unread:
+            values += [step.loss, step.grad_norm]
+        # All tensors are copied from the device at once. Then the next copied number takes the place of each tensor.
+        tensors = [value.double() for value in values if isinstance(value, Tensor)]
+        copies = iter(torch.stack(tensors).tolist() if tensors else [])
+        numbers = [next(copies) if isinstance(value, Tensor) else value for value in values]
+        for (step, samples, state), loss, norm in zip(unread, numbers[::2], numbers[1::2], strict=True):
             is_applied = math.isfinite(norm) and not step.skip_is_known
             self._update_fault(step, samples, loss, is_applied)
             if math.isfinite(loss):
@@ -184,18 +189,6 @@ class Health:
                 spikes = [Spike(samples, loss, median)]
         recent.append(loss)
         return spikes
-
-
-def _copy_to_host(steps: list[tuple[Tensor | float, Tensor | float]]) -> list[tuple[float, float]]:
-    """Return (loss, gradient norm) of each step as numbers; all tensors are copied from the device at once."""
-    values = list(itertools.chain(*steps))  # loss, norm, loss, norm, ...
-    tensors = [value.double() for value in values if isinstance(value, Tensor)]
-    copies = torch.stack(tensors).tolist() if tensors else []
-    next_copy = iter(copies)
-    numbers = []
-    for value in values:  # the next copied number takes the place of each tensor
-        numbers.append(next(next_copy) if isinstance(value, Tensor) else value)
-    return list(zip(numbers[::2], numbers[1::2], strict=True))  # pairs of a loss and the norm after it
 
 
 class ReplicaChecks(Feature):
