@@ -86,6 +86,7 @@ class Section:
     """Base class of the sections of settings; checks the types and values of their fields."""
 
     def __post_init__(self) -> None:
+        """Raise ConfigError for a value of another type, one that is too large or not finite, and one out of range."""
         for f in fields(self):  # type: ignore[arg-type]
             types = types_of(type(self), f.name)
             value = _to_declared_type(getattr(self, f.name), types)
@@ -93,7 +94,13 @@ class Section:
             if value is None and is_optional:
                 continue
             object.__setattr__(self, f.name, value)  # the dataclass is frozen
-            _check_type(f.name, value, types)
+            if type(value) not in types:
+                declared = " or ".join(kind.__name__ for kind in types if kind is not type(None))
+                raise ConfigError(f"{flag(f.name)} must be {declared}, got {brief(repr(value))}")
+            if type(value) is int and abs(value) >= 2**64:
+                raise ConfigError(f"{flag(f.name)} {brief(value)} must be less than 2**64")
+            if type(value) is float and not math.isfinite(value):
+                raise ConfigError(f"{flag(f.name)} {value} must be a finite number")
             check = f.metadata["check"]
             problem = check(value) if check else None
             if problem:
@@ -127,14 +134,3 @@ def _to_declared_type(value: Any, types: tuple[type, ...]) -> Any:
     if float in types and type(value) is int:  # not True or False, which are no numbers here
         return float(value)
     return value
-
-
-def _check_type(name: str, value: Any, types: tuple[type, ...]) -> None:
-    """Raise ConfigError for a value of a type other than `types`, and for a number that is too large or not finite."""
-    if type(value) not in types:
-        declared = " or ".join(kind.__name__ for kind in types if kind is not type(None))
-        raise ConfigError(f"{flag(name)} must be {declared}, got {brief(repr(value))}")
-    if type(value) is int and abs(value) >= 2**64:
-        raise ConfigError(f"{flag(name)} {brief(value)} must be less than 2**64")
-    if type(value) is float and not math.isfinite(value):
-        raise ConfigError(f"{flag(name)} {value} must be a finite number")
