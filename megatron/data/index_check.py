@@ -52,7 +52,12 @@ class IndexCheck(NamedTuple):
         for first_entry in range(0, max(sequences, documents), ENTRIES_AT_ONCE):
             sizes = self.sizes[first_entry : first_entry + ENTRIES_AT_ONCE]
             pointers = _read_int64(index, pointers_offset + 8 * first_entry, len(sizes))
-            begin = self._check_sequences(sizes, pointers, begin)
+            ends = begin + np.cumsum(sizes, dtype=np.int64) * self.itemsize
+            bounds = np.concatenate([[begin], ends])
+            is_consecutive = pointers == bounds[: len(sizes)]  # each sequence must begin where the one before it ends
+            if (sizes < 0).any() or not is_consecutive.all():
+                raise DatasetError(f"{self.prefix}.idx is damaged: its sequences are not consecutive in the .bin")
+            begin = int(bounds[-1])
             # Entries 0 2 3 give two documents of 2 and 1 sequences, so one entry more than documents is read. The index
             # may have fewer document entries than sequences; `entries` is then negative, and nothing is read.
             entries = min(ENTRIES_AT_ONCE + 1, documents - first_entry)
@@ -62,18 +67,6 @@ class IndexCheck(NamedTuple):
             one_sequence_each &= bool((counts == 1).all())
         release_pages(self.sizes)
         return one_sequence_each
-
-    def _check_sequences(self, sizes: NDArray[np.int32], pointers: NDArray[np.int64], begin: int) -> int:
-        """Return the byte at which the next sequence begins. Raises DatasetError if there are gaps between sequences.
-
-        sizes, pointers: tokens and offsets of consecutive sequences, which begin at byte `begin` of the .bin file.
-        """
-        ends = begin + np.cumsum(sizes, dtype=np.int64) * self.itemsize
-        bounds = np.concatenate([[begin], ends])
-        is_consecutive = pointers == bounds[: len(sizes)]  # each sequence must begin where the one before it ends
-        if (sizes < 0).any() or not is_consecutive.all():
-            raise DatasetError(f"{self.prefix}.idx is damaged: its sequences are not consecutive in the .bin")
-        return int(ends[-1]) if len(ends) else begin
 
 
 def _read_int64(path: str, offset: int, count: int) -> NDArray[Any]:
