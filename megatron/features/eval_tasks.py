@@ -179,7 +179,10 @@ def _print_and_log(run: Run, tasks: TaskSet, scorer: RankScorer) -> None:
         if tasks.requests:
             rows = _evaluate_cloze(tasks, scorer)
         else:
-            rows = _evaluate_lm_eval(tasks, scorer, run.config.train.eval_tasks_limit)
+            limit = run.config.train.eval_tasks_limit
+            results = evaluate_tasks(scorer, tasks.tasks, limit, tasks.folders, f"--eval-tasks {tasks.word}")
+            metrics = {name: _metrics_of(row) for name, row in results.items()}
+            rows = {name: numbers for name, numbers in metrics.items() if numbers}
     except Exception as error:  # lm-eval and the data sets that it loads may raise errors of any class
         print_rank_0(
             f"warning: --eval-tasks {tasks.word} failed at iteration {iteration}, and training continues: "
@@ -207,15 +210,11 @@ def _evaluate_cloze(tasks: TaskSet, scorer: RankScorer) -> dict[str, dict[str, f
     return {tasks.name: numbers}
 
 
-def _evaluate_lm_eval(tasks: TaskSet, scorer: RankScorer, limit: int | None) -> dict[str, dict[str, float]]:
-    """Return the numbers of each task under lm-eval's names of metrics, except that `acc` becomes `accuracy`."""
-    results = evaluate_tasks(scorer, tasks.tasks, limit, tasks.folders, f"--eval-tasks {tasks.word}")
-    metrics = {name: _metrics_of(row) for name, row in results.items()}
-    return {name: numbers for name, numbers in metrics.items() if numbers}
-
-
 def _metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics of a row of lm-eval, whose keys are `METRIC,FILTER`, without standard errors."""
+    """Return the metrics of a row of lm-eval, whose keys are `METRIC,FILTER`, without standard errors.
+
+    They keep lm-eval's names, except that `acc` becomes `accuracy`.
+    """
     metrics = {}
     for key, value in row.items():
         metric, _, filter_name = key.partition(",")
