@@ -50,21 +50,18 @@ def slice_by_slice(call: AttentionArgs) -> Tensor:
         # torch needs no mask tensor in eager code on an accelerator, if only later tokens are hidden.
         is_eager_on_accelerator = not call.on_cpu and not torch.compiler.is_compiling()
         if is_eager_on_accelerator and not views.needs_mask and not call.p:
-            result = _attend_lower_right(query_slice, keys, values, call.scale)
+            # imported late, because it loads torch.compile
+            from torch.nn.attention.bias import causal_lower_right
+
+            # The last query sees the last key.
+            causal: Any = causal_lower_right(query_slice.shape[2], keys.shape[2])
+            keys, values = repeat_heads(query_slice, keys, values)
+            result = F.scaled_dot_product_attention(query_slice, keys, values, attn_mask=causal, scale=call.scale)
         else:
             mask = views.mask(slice_index)
             result = attend(call._replace(query=query_slice, key=keys, value=values, mask=mask, draw_index=slice_index))
         outputs.append(result)
     return torch.cat(outputs, 2)
-
-
-def _attend_lower_right(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Attend causally without a mask tensor; the last query [b, n, q, d] sees the last key [b, g, k, d]."""
-    from torch.nn.attention.bias import causal_lower_right  # imported late, because it loads torch.compile
-
-    keys, values = repeat_heads(query, key, value)
-    causal: Any = causal_lower_right(query.shape[2], key.shape[2])
-    return F.scaled_dot_product_attention(query, keys, values, attn_mask=causal, scale=scale)
 
 
 def _with_repeated_heads(call: AttentionArgs) -> tuple[Tensor, Tensor, Tensor]:
