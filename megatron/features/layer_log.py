@@ -1,7 +1,7 @@
 """The flag --log-layers: norms, updates, activations and attention logits of each layer, equal in every layout."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -50,7 +50,11 @@ class LayerLog(Feature):
         self._layers = dict(model.named_layers()) if hasattr(model, "named_layers") else {}  # of this stage
         layer_of = {}
         for name, _ in parameters:
-            layer_of[name] = _layer_of(name, self._layers)
+            # The longest name is that of the innermost layer. Outside of layers, the module that holds the parameter
+            # takes its place; a parameter of the model itself has no module in its name.
+            module = name.rpartition(".")[0] or name
+            found = (layer for layer in self._layers if name.startswith(f"{layer}."))
+            layer_of[name] = max(found, key=len, default=module)
         # Each rank knows only the layers of its stage, so the sets of all ranks are joined.
         all_layers: set[str] = set().union(*gather_objects(set(layer_of.values())))
         ordered = [name for name in getattr(model, "layer_names", []) if name in all_layers]
@@ -174,15 +178,6 @@ class LayerLog(Feature):
                 del metrics["attention_logit"]
             all_metrics[name] = metrics
         return all_metrics
-
-
-def _layer_of(name: str, layers: Iterable[str]) -> str:
-    """Return the layer of the parameter `name`; for a model without layers, the module that holds the parameter."""
-    # The longest name is that of the innermost layer.
-    layer_found = max((layer for layer in layers if name.startswith(f"{layer}.")), key=len, default=None)
-    if layer_found is None:
-        return name.rpartition(".")[0] or name  # a parameter of the model itself has no module in its name
-    return layer_found
 
 
 def _index_of_ids(layer: Layer) -> int:
