@@ -359,22 +359,6 @@ def _updates_of_muon(count: Count, shares: int, shapes: Shapes) -> float:
     return copies * batch_elements * shapes.width
 
 
-def stage_memory(stage: Stage, config: Config, resolved: Resolved, replicas: int, accelerated: bool) -> Memory:
-    """Return the peak memory of a step on a rank of `stage`.
-
-    replicas: number of ranks with a copy of the same weights: data-parallel size x context-parallel size.
-    """
-    step_memory = _StepMemory(stage, config, resolved, replicas, accelerated)
-    peaks = list(map(step_memory.backward, _turning_points(step_memory.layers)))
-    if step_memory.has_head:
-        peaks.append(step_memory.loss())
-    is_tied = step_memory.has_head and config.model.tie_embeddings
-    if stage.number == 0 and (is_tied or step_memory.held_gradients):
-        peaks.append(step_memory.embedding())  # the head or an earlier micro-batch has left a gradient to add to
-    peaks += [step_memory.deferred(), step_memory.reduction(), step_memory.step()]
-    return max(peaks, key=lambda memory: memory.total)
-
-
 def _turning_points(layers: Sequence[Layer]) -> list[int]:
     """Return the ends of the first and the last run of each kind of transformer layers (with experts or without).
 
@@ -395,6 +379,18 @@ def _turning_points(layers: Sequence[Layer]) -> list[int]:
 def rank_memory(
     config: Config, resolved: Resolved, world: int, accelerated: bool, stages: Sequence[Stage]
 ) -> list[Memory]:
-    """Return the peak memory of a rank of each stage, in the order of stages."""
+    """Return the peak memory of a step on a rank of each stage, in the order of stages."""
+    # Number of ranks with a copy of the same weights.
     replicas = config.parallel.data_parallel_size(world) * config.parallel.context_parallel_size
-    return [stage_memory(stage, config, resolved, replicas, accelerated) for stage in stages]
+    memories = []
+    for stage in stages:
+        step_memory = _StepMemory(stage, config, resolved, replicas, accelerated)
+        peaks = list(map(step_memory.backward, _turning_points(step_memory.layers)))
+        if step_memory.has_head:
+            peaks.append(step_memory.loss())
+        is_tied = step_memory.has_head and config.model.tie_embeddings
+        if stage.number == 0 and (is_tied or step_memory.held_gradients):
+            peaks.append(step_memory.embedding())  # the head or an earlier micro-batch has left a gradient to add to
+        peaks += [step_memory.deferred(), step_memory.reduction(), step_memory.step()]
+        memories.append(max(peaks, key=lambda memory: memory.total))
+    return memories
