@@ -24,20 +24,6 @@ def _json_safe(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _loggable_values(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers of a row, those of layers under names such as layers/LAYER/METRIC; texts by their prompt."""
-    # Only the row of samples has texts. It has no numbers besides its iteration.
-    numbers = {sample["prompt"]: sample["text"] for sample in row.get("samples", ())}
-    for name, value in row.items():
-        if isinstance(value, (int, float)) and name != "iteration":
-            numbers[name] = value
-    for layer, metrics in row.get("layers", {}).items():
-        for name, value in metrics.items():
-            if value is not None:
-                numbers[f"layers/{layer}/{name}"] = value
-    return numbers
-
-
 class Writer(Protocol):
     """Protocol of a writer to one destination of metrics besides metrics.jsonl.
 
@@ -132,7 +118,15 @@ class MetricsWriter:
             line = json.dumps(_json_safe(row), allow_nan=False)
             self._unwritten.append(line + "\n")
             self._append_lines(self._path)
-        numbers = _loggable_values(row)
+        # Only the row of samples has texts, which writers get by their prompt. It has no numbers besides its iteration.
+        numbers = {sample["prompt"]: sample["text"] for sample in row.get("samples", ())}
+        for name, value in row.items():
+            if isinstance(value, (int, float)) and name != "iteration":
+                numbers[name] = value
+        for layer, metrics in row.get("layers", {}).items():
+            for name, value in metrics.items():
+                if value is not None:
+                    numbers[f"layers/{layer}/{name}"] = value
         for writer in list(self._writers):  # a copy, as `_forward` removes a writer that fails
             can_show = "samples" not in row or getattr(writer, "shows_texts", False)
             if numbers and can_show:
