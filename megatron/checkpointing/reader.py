@@ -45,18 +45,15 @@ class CheckpointReader:
         self.tokenizer = content["tokenizer"]
         self._open_files: dict[str, Any] = {}
         self._stored_keys: dict[str, str] = {}  # key -> key under which the files hold this tensor, if another one
-        if average:
-            self._use_averages()
-
-    def _use_averages(self) -> None:
-        """Read the average of each weight in place of the weight."""
+        if not average:
+            return
         for key in self.tensors:  # the average of weight.a.bias is stored under AVERAGE.a.bias
-            average = f"{AVERAGE}.{key.removeprefix(f'{WEIGHT}.')}"
-            if average in self.tensors:
-                self._stored_keys[key] = average
+            average_key = f"{AVERAGE}.{key.removeprefix(f'{WEIGHT}.')}"
+            if average_key in self.tensors:
+                self._stored_keys[key] = average_key
         if not self._stored_keys:
             raise CheckpointError(f"{self.path} holds no average of the weights (--ema-decay); leave out --ema")
-        self.tensors |= {key: self.tensors[average] for key, average in self._stored_keys.items()}
+        self.tensors |= {key: self.tensors[stored] for key, stored in self._stored_keys.items()}
 
     def verify(self, rank: int = 0, ranks: int = 1) -> None:
         """Check the checksums of this rank's share of the files: every `ranks`-th file, beginning with number `rank`.
