@@ -151,17 +151,8 @@ def read_settings(path: str, given: Mapping[str, Any]) -> Source:
         source.values = relocated(source.values, former, folder)
     if _is_same(run_dir, folder):
         source.notes.append(f"the run directory {former} was moved or copied, so the run continues in {folder}")
-    else:
-        _drop_settings_of_one_run(source, run_dir)
-    return source
-
-
-def _is_same(folder: str, other: str) -> bool:
-    return Path(folder).resolve() == Path(other).resolve()
-
-
-def _drop_settings_of_one_run(source: Source, run_dir: str) -> None:
-    """Drop what only the run that saved the file may use, not the run in `run_dir`: folders, bad batches, ONCE."""
+        return source
+    # The run in `run_dir` may not use what only the run that saved the file may: folders, bad batches, ONCE.
     unused = []
     for name in ("save", "load", "tensorboard_dir", "skip_iterations", "skip_samples", *ONCE):
         value = source.values.pop(name, None)
@@ -169,3 +160,8 @@ def _drop_settings_of_one_run(source: Source, run_dir: str) -> None:
             unused.append(format_flag(flag(name), value))
     if unused:
         source.notes.append(f"the run in {run_dir} does not use {', '.join(unused)}")
+    return source
+
+
+def _is_same(folder: str, other: str) -> bool:
+    return Path(folder).resolve() == Path(other).resolve()
