@@ -317,6 +317,9 @@ def counted_documents(
     """Yield each result of `documents` once, with the number of its copies, which the weight of the file implies."""
     content = chunk.read()
     bad = dict(chunk.bad)  # offset in `content` of a document -> error found when the file was cut into chunks
+    # FILE@2.5 gives each document twice, and half of them once more.
+    full_copies = int(chunk.source.weight)
+    fraction = chunk.source.weight - full_copies
     for start, end in _document_ranges(_delimiter(chunk.path), content):
         if start in bad:
             yield bad[start], 1
@@ -335,7 +338,8 @@ def counted_documents(
             reason = f"{error}{unread_columns_hint(chunk.path, keys)}"
             yield BadLine(chunk.path, chunk.line_number(start), reason), 1
             continue
-        yield document, _num_copies(chunk, start, seed)
+        is_drawn = fraction > 0 and uniform(seed, chunk.source.number, chunk.start + start) < fraction
+        yield document, full_copies + is_drawn
 
 
 def _document_ranges(delimiter: re.Pattern[bytes], content: bytes) -> Iterator[tuple[int, int]]:
@@ -346,14 +350,6 @@ def _document_ranges(delimiter: re.Pattern[bytes], content: bytes) -> Iterator[t
         start = match.end()
     if start < len(content):
         yield start, len(content)
-
-
-def _num_copies(chunk: Chunk, offset: int, seed: int) -> int:
-    """Return how often a document is read: FILE@2.5 gives each one twice, and half of them once more."""
-    full_copies = int(chunk.source.weight)
-    fraction = chunk.source.weight - full_copies
-    is_drawn = fraction > 0 and uniform(seed, chunk.source.number, chunk.start + offset) < fraction
-    return full_copies + is_drawn
 
 
 def read_texts(
