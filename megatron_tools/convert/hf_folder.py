@@ -86,7 +86,14 @@ class HFTensorReader:
         index = folder / "model.safetensors.index.json"
         single = (folder / "model.safetensors").is_file()
         if index.is_file():
-            self._file_of = _weight_map(index)  # name of a stored tensor -> file name
+            weight_map: Any = read_object(index).get("weight_map")
+            files = weight_map.values() if isinstance(weight_map, dict) else [None]
+            for file in files:
+                if not isinstance(file, str) or file != Path(file).name:
+                    raise ValueError(
+                        f"{index}: weight_map must map each tensor to the name of a file in the same folder"
+                    )
+            self._file_of: dict[str, str] = dict(weight_map)  # name of a stored tensor -> file name
             if single and set(self._file_of.values()) != {"model.safetensors"}:
                 raise ValueError(
                     f"{folder} contains model.safetensors and a model.safetensors.index.json that lists other files; "
@@ -229,16 +236,6 @@ def _refuse_broken_links(*paths: Path) -> None:
     for path in paths:
         if path.is_symlink() and not path.exists():
             raise ValueError(f"{path} {why_missing(path)}: download the model again, or copy the whole cache")
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    """Return tensor name -> file name from an index file. Raises ValueError for a file in another folder."""
-    weight_map: Any = read_object(index).get("weight_map")
-    files = weight_map.values() if isinstance(weight_map, dict) else [None]
-    for file in files:
-        if not isinstance(file, str) or file != Path(file).name:
-            raise ValueError(f"{index}: weight_map must map each tensor to the name of a file in the same folder")
-    return dict(weight_map)
 
 
 def export_entries(
