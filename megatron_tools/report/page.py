@@ -29,11 +29,7 @@ def as_data(content: Any) -> str:
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
-def page(
-    runs: Runs,
-    parameters: Sequence[int | None],
-    timetables: Mapping[int, Timetable],
-) -> str:
+def page(runs: Runs, parameters: Sequence[int | None], timetables: Mapping[int, Timetable]) -> str:
     """Return the HTML of the whole page.
 
     parameters: number of parameters of each run's model, None if unknown. timetables: index in `runs` -> timetable.
@@ -52,11 +48,7 @@ def page(
     )
 
 
-def _body(
-    runs: Runs,
-    parameters: Sequence[int | None],
-    timetables: Mapping[int, Timetable],
-) -> str:
+def _body(runs: Runs, parameters: Sequence[int | None], timetables: Mapping[int, Timetable]) -> str:
     """Return the page's content, without its head and scripts."""
     names = []
     saved_configs = []
