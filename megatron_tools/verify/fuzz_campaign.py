@@ -66,7 +66,14 @@ class Campaign:
             for number in range(args.draw, args.draw + args.fuzz):
                 chosen = self.draw_accepted(number)
                 self._run_case(f"draw {number}", case_of(chosen), chosen)
-        self._print_summary(time.monotonic() - begin)
+        seconds = time.monotonic() - begin
+        num_draws = sum(self.layouts.values())
+        print(f"{num_draws} draws in {seconds:.0f} s, {len(self.layouts)} layouts, {self.failures} failures")
+        largest_text = ", ".join(f"{value:.1e} in {name}" for name, value in self.largest_errors.items() if value)
+        print(f"largest relative difference of draws that agree: {largest_text or 'none'}")
+        print(f"{sum(self.refused.values())} drawn settings were refused:")
+        for reason, count in self.refused.most_common():
+            print(f"  {count} x {reason}")
         return not self.failures
 
     def draw_accepted(self, number: int) -> Chosen:
@@ -114,15 +121,6 @@ class Campaign:
         print(f"  smallest settings: {settings}")
         print(_indent(last_result.outcome.message))
         print(f"  {COMMAND} --seed {self.seed} {case_of(smallest).command}", flush=True)
-
-    def _print_summary(self, seconds: float) -> None:
-        num_draws = sum(self.layouts.values())
-        print(f"{num_draws} draws in {seconds:.0f} s, {len(self.layouts)} layouts, {self.failures} failures")
-        largest_text = ", ".join(f"{value:.1e} in {name}" for name, value in self.largest_errors.items() if value)
-        print(f"largest relative difference of draws that agree: {largest_text or 'none'}")
-        print(f"{sum(self.refused.values())} drawn settings were refused:")
-        for reason, count in self.refused.most_common():
-            print(f"  {count} x {reason}")
 
 
 def shrink(fuzzer: Fuzzer, chosen: Chosen, result: CaseResult) -> tuple[Chosen, CaseResult]:
