@@ -33,17 +33,13 @@ TIMEOUT = 600.0  # seconds of a layout
 NO_DEVICES = {name: "" for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")}
 
 
-def flags_of_layout(args: argparse.Namespace, layout: Layout, micros: int, run_dir: Path) -> list[str]:
-    """Return the script's flags for one layout: the user's flags, then this tool's flags, which override them."""
-    dropout = [] if args.keep_dropout else ["--hidden-dropout", "0", "--attention-dropout", "0"]
-    own_flags = ["--train-iters", str(args.steps), "--precision", args.precision, "--run-dir", str(run_dir)]
-    return [*args.flags, *dropout, *layout.flags(micros), *FIXED_FLAGS.split(), *own_flags]
-
-
 def train_in_layout(args: argparse.Namespace, layout: Layout, micros: int, folder: Path) -> str | None:
     """Train in `layout`; the ranks write records into `folder`. Return an error message, or None on success."""
     folder.mkdir()
-    flags = flags_of_layout(args, layout, micros, folder / "run")
+    dropout = [] if args.keep_dropout else ["--hidden-dropout", "0", "--attention-dropout", "0"]
+    own_flags = ["--train-iters", str(args.steps), "--precision", args.precision, "--run-dir", f"{folder}/run"]
+    # The user's flags, then this tool's flags, which override them.
+    flags = [*args.flags, *dropout, *layout.flags(micros), *FIXED_FLAGS.split(), *own_flags]
     command = [sys.executable, "-m"]
     if layout.ranks > 1:
         command += ["megatron_tools.launch", "--standalone", "--nproc-per-node", str(layout.ranks), "-m"]
@@ -222,14 +218,12 @@ def build_parser() -> Parser:
     return parser
 
 
-def split_flags(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Split the arguments at `--` into this tool's arguments and the script's arguments."""
-    separator = argv.index("--") if "--" in argv else len(argv)
-    return argv[:separator], argv[separator + 1 :]
-
-
 def cli() -> None:
-    own_arguments, flags = split_flags(sys.argv[1:])
+    argv = sys.argv[1:]
+    # The arguments of this tool come before `--`, those of the script after it.
+    separator = argv.index("--") if "--" in argv else len(argv)
+    own_arguments = argv[:separator]
+    flags = argv[separator + 1 :]
     parser = build_parser()
     parser.set_defaults(flags=flags)
     _, unknown = parser.parse_known_args(own_arguments)
