@@ -163,21 +163,6 @@ def growth_exponent(widths: Sequence[int], sizes: Sequence[float]) -> float:
     return statistics.linear_regression(log_widths, log_sizes).slope
 
 
-def table_lines(widths: Sequence[int], changes: Mapping[bool, Sequence[Sizes]]) -> list[str]:
-    """Return a table of the sizes, and of the exponents with which they grow with the width."""
-    header = "".join(f"{width:>10}" for width in widths)
-    rows = [f"{'muP':<4} {'activations':<16}{header}  exponent"]
-    for mup, changes_by_width in changes.items():
-        label = "with" if mup else "no"
-        for kind in changes_by_width[0]:
-            sizes = [width_changes[kind] for width_changes in changes_by_width]
-            cells = ""
-            for size in sizes:
-                cells += f"{size:>10.4f}"
-            rows.append(f"{label:<4} {kind:<16}{cells}  {growth_exponent(widths, sizes):+8.2f}")
-    return rows
-
-
 def draw_changes(path: Path, widths: Sequence[int], changes: Mapping[bool, Sequence[Sizes]], steps: int) -> None:
     """Draw the sizes over the width, without and with muP. Raises ValueError without matplotlib."""
     figure = new_figure("--output", figsize=(8.4, 3.8), dpi=150)
@@ -212,7 +197,17 @@ def main(args: argparse.Namespace) -> None:
             raise ValueError(f"{flag} follows from --widths, of which the smallest is the base model: leave it out")
     base = parse_any_family([*DEFAULTS, *args.flags, "--hidden-size", str(widths[0])])
     changes = measure_widths(base, widths, args.grow, args.steps, args.seeds)
-    print("\n".join(table_lines(widths, changes)))
+    # A table of the sizes, and of the exponents with which they grow with the width.
+    header = "".join(f"{width:>10}" for width in widths)
+    print(f"{'muP':<4} {'activations':<16}{header}  exponent")
+    for mup, changes_by_width in changes.items():
+        label = "with" if mup else "no"
+        for kind in changes_by_width[0]:
+            sizes = [width_changes[kind] for width_changes in changes_by_width]
+            cells = ""
+            for size in sizes:
+                cells += f"{size:>10.4f}"
+            print(f"{label:<4} {kind:<16}{cells}  {growth_exponent(widths, sizes):+8.2f}")
     if args.output:
         draw_changes(Path(args.output), widths, changes, args.steps)
         print(f"figure -> {args.output}")
