@@ -258,7 +258,7 @@ class JinjaTemplate:
             return self._marks
         # All markup around the user, and what follows the answer of the assistant.
         delimiters = conversation.rpartition(PLACEHOLDER)[2]
-        try:  # with a system message, since the words of a default one may name tokens that delimit nothing
+        try:  # the words of a default system message may name tokens that delimit nothing, so pass a message
             delimiters += self.render([system, question], add_generation_prompt=False)
         except ValueError:  # some templates reject system messages
             delimiters += question_text

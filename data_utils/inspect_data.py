@@ -38,7 +38,6 @@ EXAMPLES = """\
       the documents on which iteration 100 trains
   python tools/inspect_data.py stages -- --data-stages "0: 0.8 a 0.2 b; 1M: b" --vocab-file tokenizer.model"""
 TOKENS_AT_ONCE = 1 << 22  # tokens checked per block
-_PARTS_OF_TRIPLE = tuple(f"_{part}" for part in TRIPLE_PARTS)  # endings of the pairs of a CPM corpus for T5
 
 
 def info(args: argparse.Namespace) -> None:
@@ -68,7 +67,7 @@ def verify(args: argparse.Namespace) -> None:
     A corpus of conversations has two pairs (tokens and loss mask), a CPM corpus for T5 has three, any other corpus one.
     Raises DatasetError with a list of all problems.
     """
-    prefixes = [f"{args.prefix}{part}" for part in _PARTS_OF_TRIPLE]
+    prefixes = [f"{args.prefix}_{part}" for part in TRIPLE_PARTS]
     is_triple = to_path(f"{prefixes[0]}.idx").is_file() and not to_path(f"{args.prefix}.idx").is_file()
     # If no file exists at all, the error names the prefix that was given, as of an ordinary corpus.
     if not is_triple:

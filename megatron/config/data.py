@@ -10,7 +10,7 @@ from .fields import ConfigError, Section, at_least, between, one_of, opt, proble
 
 T5_OBJECTIVES = ("span-corruption", "prefix-lm")
 DECODER_OBJECTIVES = ("lm", "sft", "prefix-lm")
-CORPUS_ENDINGS = (".bin", ".idx", ".json", ".orders")  # of what lies beside a corpus
+CORPUS_ENDINGS = (".bin", ".idx", ".json", ".orders")  # of the files and folders of a corpus
 NAMED_SET = re.compile(r"([^\W\d_][\w.-]*)=(.+)")  # a word that names a data set: web=data/a
 
 

@@ -191,11 +191,12 @@ def has_loss_mask(prefix: str) -> bool:
 
 def whole_of(prefix: str) -> str | None:
     """Return the corpus if `prefix` names its loss mask, or one of the three pairs of a masked corpus, else None."""
-    if prefix.endswith(LOSS_SUFFIX) and has_loss_mask(prefix.removesuffix(LOSS_SUFFIX)):
-        return prefix.removesuffix(LOSS_SUFFIX)
+    whole = prefix.removesuffix(LOSS_SUFFIX)
+    if whole != prefix and has_loss_mask(whole):
+        return whole
     for part in TRIPLE_PARTS:
         whole = prefix.removesuffix(f"_{part}")
-        files = [f"{whole}_{each}.idx" for each in TRIPLE_PARTS]
-        if whole != prefix and all(to_path(file).is_file() for file in files):
+        files = [to_path(f"{whole}_{each}.idx") for each in TRIPLE_PARTS]
+        if whole != prefix and all(file.is_file() for file in files):
             return whole
     return None

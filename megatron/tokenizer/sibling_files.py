@@ -79,7 +79,7 @@ def read_roles(path: Path) -> dict[str, Any]:
     if "added_tokens_decoder" not in settings:
         settings |= _read_beside(path, TOKENS_MAP)
     roles = {key: token for key, token in settings.items() if key.endswith("_token") and not key.startswith("add_")}
-    for key in ("extra_special_tokens", "model_specific_special_tokens"):  # with roles of one's own, such as eot_token
+    for key in ("extra_special_tokens", "model_specific_special_tokens"):  # with user-defined roles, such as eot_token
         named = settings.get(key)
         if isinstance(named, dict):
             roles |= named

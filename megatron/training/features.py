@@ -127,7 +127,7 @@ def _check_entries(name: str, kind: str, entries: Any, allow_nan: bool) -> None:
     except (TypeError, ValueError) as error:
         raise RunError(
             f"the feature {name} has a {kind} that JSON cannot hold: {error}; return numbers, texts, lists and dicts, "
-            f"and None in place of infinity and NaN"
+            "and None in place of infinity and NaN"
         ) from None
 
 

@@ -126,7 +126,7 @@ def read_prompts(args: argparse.Namespace) -> Iterator[Prompt]:
         with open(args.input, encoding="utf-8-sig") as file:
             for line_number, line in enumerate(file, 1):
                 if args.chat and not line.strip():
-                    continue  # as with --interactive
+                    continue  # --interactive skips empty lines, too
                 yield _parse_input_line(line, args.chat, f"{args.input}, line {line_number}")
     elif args.interactive:
         while line := _read_line():
