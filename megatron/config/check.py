@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 from ..frozen import frozen_objects
@@ -47,17 +48,14 @@ def _import_torch() -> None:
 
 def print_help_if_asked(family: str | None = None) -> None:
     """Print help on the settings of `family` and exit if the command line has -h or --help, perhaps with a topic."""
-    words = sys.argv[1:]
-    if not {"-h", "--help"} & set(words):
+    topics = [after for word, after in pairwise([*sys.argv[1:], None]) if word in ("-h", "--help")]
+    if not topics:
         return
     from .help import help_text
 
-    help_index = next(index for index, word in enumerate(words) if word in ("-h", "--help"))
-    after_help = words[help_index + 1 :]
-    topic = after_help[0] if after_help else None
     script = Path(sys.argv[0]).name
     with guard_streams("the rest of the help is lost", "stdout"), exit_on_config_error(script):
-        print(help_text(script, family, topic))
+        print(help_text(script, family, topics[0]))
     sys.exit(0)
 
 
