@@ -1,7 +1,7 @@
 """Settings of optional parts that exclude each other or need each other."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ..storage import is_url
 from .data import objectives_of
@@ -125,33 +125,29 @@ def _wsd_conflicts(config: "Config") -> Iterator[str]:
     o = config.optim
     if o.lr_decay_style != "wsd":
         return
-    iterations = _DecayFlags("iterations", "--lr-wsd-decay-iters", o.lr_wsd_decay_iters, "--lr-decay-iters")
-    samples = _DecayFlags("samples", "--lr-wsd-decay-samples", o.lr_wsd_decay_samples, "--lr-decay-samples")
+    # The unit, the ending of the flags that have it, and the flag of the other unit.
     if config.lr_decay_samples is None:
+        unit = "iterations"
+        ending = "iters"
         total = config.lr_decay_iters
-        decay = iterations
-        unused = samples
+        decay = o.lr_wsd_decay_iters
+        other_flag = "--lr-wsd-decay-samples"
+        unused = o.lr_wsd_decay_samples
     else:
+        unit = "samples"
+        ending = "samples"
         total = config.lr_decay_samples
-        decay = samples
-        unused = iterations
+        decay = o.lr_wsd_decay_samples
+        other_flag = "--lr-wsd-decay-iters"
+        unused = o.lr_wsd_decay_iters
     warmup = floor_share(o.warmup, total)
-    if unused.length is not None:
-        yield f"{unused.flag} {unused.length}: the learning rate follows {decay.unit} here; give {decay.flag} instead"
-    if decay.length is not None and warmup + decay.length > total:
+    if unused is not None:
+        yield f"{other_flag} {unused}: the learning rate follows {unit} here; give --lr-wsd-decay-{ending} instead"
+    if decay is not None and warmup + decay > total:
         yield (
-            f"{decay.flag} {decay.length} after {warmup} {decay.unit} of --warmup is more than the {total} of "
-            f"{decay.total_flag}"
+            f"--lr-wsd-decay-{ending} {decay} after {warmup} {unit} of --warmup is more than the {total} of "
+            f"--lr-decay-{ending}"
         )
-
-
-class _DecayFlags(NamedTuple):
-    """The flags of the decay at the end of the learning rate, in iterations or in samples."""
-
-    unit: str
-    flag: str
-    length: int | None
-    total_flag: str
 
 
 def _rounded_moments_conflicts(config: "Config") -> Iterator[str]:
