@@ -210,10 +210,10 @@ class DataConfig(Section):
         With --data-stages and --split, validation and test data come from the corpora of --data-path, by default from
         those of the first stage. So they do not change when stages are added. Raises ConfigError if no corpus is given.
         """
+        held_out = {"valid": self.valid_data_path or (), "test": self.test_data_path or ()}
         if self.data_stages:
             stages = parse_stages(self.data_stages)
             if self.valid_data_path is not None or self.test_data_path is not None:
-                held_out = {"valid": self.valid_data_path or (), "test": self.test_data_path or ()}
                 return {"train": StagedCorpora(stages, held_out=None), **held_out}
             return StagedCorpora(stages, self.data_path or stages[0].words)
         if self.data_path:
@@ -222,8 +222,4 @@ class DataConfig(Section):
             raise ConfigError(
                 "no corpus is given: pass --data-path with the prefix that tools/preprocess_data.py wrote"
             )
-        return {
-            "train": self.train_data_path,
-            "valid": self.valid_data_path or (),
-            "test": self.test_data_path or (),
-        }
+        return {"train": self.train_data_path, **held_out}
