@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from ..json_text import brief, format_value
 from ..storage import PathError, require_local
-from .fields import ConfigError
+from .fields import ConfigError, flag
 from .names import nearest
 from .sections import Config
 from .settings_files import read_json
@@ -84,23 +84,18 @@ def _refuse_unknown(content: Content, path: str) -> None:
 
 def _check_pipeline(config: Config, section: Any, path: str) -> None:
     """Raise ConfigError unless the flags have the values of `section`, the section "pipeline" of the file."""
-    p = config.parallel
-    flags = {
-        "schedule": ("--pipeline-schedule", p.pipeline_schedule),
-        "extra_warmup": ("--pipeline-extra-warmup", p.pipeline_extra_warmup),
-        "timeout": ("--pipeline-timeout", p.pipeline_timeout),
-    }
     if not isinstance(section, dict):
         raise ConfigError(f'{path}: \'pipeline\' must be an object, such as {{"schedule": "1f1b"}}')
     for key, value in section.items():
-        if key not in flags:
+        if key not in ("schedule", "extra_warmup", "timeout"):
             raise ConfigError(
                 f"{path}: {brief(repr(key))} in 'pipeline' has no effect in this project; use {PIPELINE_FLAGS}"
             )
-        flag, wanted = flags[key]
+        name = f"pipeline_{key}"
+        wanted = getattr(config.parallel, name)
         if value not in ("auto", None, wanted):
             raise ConfigError(
-                f"{path} sets pipeline.{key} = {brief(value)}, but {flag} is {wanted}; change one of them"
+                f"{path} sets pipeline.{key} = {brief(value)}, but {flag(name)} is {wanted}; change one of them"
             )
 
 
