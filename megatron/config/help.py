@@ -75,13 +75,12 @@ def fields_own_first(section: type) -> list["Field[Any]"]:
 
 def _format_flag(title: str, text: str, width: int) -> Iterator[str]:
     """Yield the lines of a flag: its title on the left, and what it does on the right."""
-    wrapped = textwrap.wrap(text, width - TITLE_WIDTH, break_on_hyphens=False)
     if len(title) + 4 > TITLE_WIDTH:  # two columns of indentation, and two between title and text
         yield f"  {title}"
         title = ""
-    yield f"  {title}".ljust(TITLE_WIDTH) + wrapped[0]
-    for line in wrapped[1:]:
-        yield " " * TITLE_WIDTH + line
+    start = f"  {title}".ljust(TITLE_WIDTH)
+    indent = " " * TITLE_WIDTH
+    yield from textwrap.wrap(text, width, initial_indent=start, subsequent_indent=indent, break_on_hyphens=False)
 
 
 class _Help:
