@@ -40,11 +40,6 @@ def _no_use_of_interval(config: Config, value: Any) -> bool:
     return config.train.eval_iters == 0 and not is_for_samples
 
 
-def _no_use_of_held_out_data(config: Config, value: Any) -> bool:
-    # Beside --data-stages, these flags also let training use the documents that --split would hold out.
-    return config.train.eval_iters == 0 and config.data.data_stages is None
-
-
 def _separate_corpora(config: Config, value: Any) -> bool:
     """Return whether no corpus is divided into training, validation and test documents."""
     d = config.data
@@ -89,11 +84,6 @@ def _computed_operations(config: Config) -> set[str]:
     return {name for name, used in is_computed.items() if used}
 
 
-def _computes_none(config: Config, value: Any) -> bool:
-    """Return whether the model computes none of the operations `value`; a custom model may compute any."""
-    return config.model.family is not None and bool(value) and not set(value) & _computed_operations(config)
-
-
 ROWS = (
     # batches and evaluation
     Row(
@@ -107,7 +97,12 @@ ROWS = (
         "--train-samples {train_samples} is given",
     ),
     Row("eval_interval", _no_use_of_interval, "--eval-iters is 0"),
-    Row("valid_data_path test_data_path", _no_use_of_held_out_data, "--eval-iters is 0"),
+    # Beside --data-stages, these flags also let training use the documents that --split would hold out.
+    Row(
+        "valid_data_path test_data_path",
+        lambda c, value: c.train.eval_iters == 0 and c.data.data_stages is None,
+        "--eval-iters is 0",
+    ),
     # data
     Row("split", _separate_corpora, "other flags name the corpora of training and of validation"),
     Row(
@@ -138,7 +133,11 @@ ROWS = (
         lambda c, value: "cross-entropy" in c.model.reference_ops,
         "--reference-ops cross-entropy computes all logits at once",
     ),
-    Row("reference_ops", _computes_none, "this model computes no such operation"),
+    Row(
+        "reference_ops",  # a custom model may compute any
+        lambda c, value: c.model.family is not None and value and not set(value) & _computed_operations(c),
+        "this model computes no such operation",
+    ),
     Row(
         "router_aux_loss",
         lambda c, value: not c.model.has_aux_loss,
