@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from .fields import flag, problems_where
+from .mup import BASE_SIZES
 
 if TYPE_CHECKING:
     from .model import ModelConfig
@@ -56,8 +57,9 @@ def problems_of_layers(m: "ModelConfig") -> Iterator[str]:
             f"--moe-layer-frequency has {given} numbers, but a stack has {max(stack_sizes)} layers; give one for each "
             "layer, or one number in all"
         )
-    if m.mup_base_hidden_size is None:
-        yield from _mup_base_problems(m)
+    for name in BASE_SIZES:
+        if m.mup_base_hidden_size is None and getattr(m, name) is not None:
+            yield f"{flag(name)} needs --mup-base-hidden-size, too; {m.hidden_size} leaves the width unscaled"
     if m.relative_attention_per_layer and m.position_embedding != "relative":
         yield f"--relative-attention-per-layer needs relative positions, not {m.position_embedding}"
     # Half of the buckets hold one distance each; the other half shares the longer distances, up to the maximum.
@@ -68,12 +70,3 @@ def problems_of_layers(m: "ModelConfig") -> Iterator[str]:
             f"than {exact_buckets}: that many of --relative-attention-num-buckets {m.relative_attention_num_buckets} "
             "hold one distance each"
         )
-
-
-def _mup_base_problems(m: "ModelConfig") -> Iterator[str]:
-    """Yield an error text for each size of muP's base model without its width."""
-    from .mup import BASE_SIZES
-
-    for name in BASE_SIZES:
-        if getattr(m, name) is not None:
-            yield f"{flag(name)} needs --mup-base-hidden-size, too; {m.hidden_size} leaves the width unscaled"
