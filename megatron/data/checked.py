@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-_reused_results: ContextVar[dict[str, bool] | None] = ContextVar("checked", default=None)
+_reused_results: ContextVar[dict[str, bool]] = ContextVar("checked")
 
 
 @contextmanager
@@ -21,6 +21,6 @@ def reuse_checks(results: dict[str, bool]) -> Iterator[None]:
         _reused_results.reset(token)
 
 
-def reused_checks() -> dict[str, bool] | None:
-    """Return the `results` of the innermost `reuse_checks`; None outside."""
-    return _reused_results.get()
+def reused_checks() -> dict[str, bool]:
+    """Return the `results` of the innermost `reuse_checks`; outside, a new dict."""
+    return _reused_results.get({})

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,58 +15,51 @@ CHECKED_IDS = 1_000_000  # number of token ids that are checked at the start and
 ENTRIES_AT_ONCE = 1 << 18  # number of index entries that are read and checked at a time
 
 
-class IndexCheck(NamedTuple):
-    """The arrays of an index, to be checked; see `IndexedDataset`. itemsize: bytes of a token."""
+def check_sizes(indexed: IndexedDataset, data: Path) -> None:
+    """Raise DatasetError if the .bin file or the documents have another size than the sequences."""
+    prefix = indexed.prefix
+    required = int(indexed.sizes.sum(dtype=np.int64)) * indexed.dtype.itemsize
+    size = data.stat().st_size
+    if size != required:
+        raise DatasetError(f"{prefix}.bin has {size} bytes, but {prefix}.idx requires {required}")
+    documents = indexed.document_index
+    if not len(documents) or documents[0] != 0 or documents[-1] != len(indexed):
+        raise DatasetError(f"{prefix}.idx is damaged: its documents do not cover its {len(indexed)} sequences")
 
-    prefix: str
-    sizes: NDArray[np.int32]
-    document_index: NDArray[np.int64]
-    itemsize: int
 
-    def check_sizes(self, data: Path) -> None:
-        """Raise DatasetError if the .bin file or the documents have another size than the sequences."""
-        required = int(self.sizes.sum(dtype=np.int64)) * self.itemsize
-        size = data.stat().st_size
-        if size != required:
-            raise DatasetError(f"{self.prefix}.bin has {size} bytes, but {self.prefix}.idx requires {required}")
-        documents = self.document_index
-        if not len(documents) or documents[0] != 0 or documents[-1] != len(self.sizes):
-            raise DatasetError(
-                f"{self.prefix}.idx is damaged: its documents do not cover its {len(self.sizes)} sequences"
-            )
+def check_order(indexed: IndexedDataset, index: str) -> bool:
+    """Return whether each document is one sequence.
 
-    def check_order(self, index: str) -> bool:
-        """Return whether each document is one sequence.
-
-        Raises DatasetError for an index whose sequences or documents are out of order, as it would silently give wrong
-        tokens later. The check reads the offsets from the file because pages of the memory map would count as memory
-        of this process.
-        index: path of the .idx file on this machine.
-        """
-        sequences = len(self.sizes)
-        documents = len(self.document_index)
-        pointers_offset = HEADER.size + 4 * sequences  # after the sizes, int32
-        documents_offset = pointers_offset + 8 * sequences  # after the pointers, int64
-        begin = 0  # byte of the .bin file at which the next sequence must begin
-        one_sequence_each = True
-        for first_entry in range(0, max(sequences, documents), ENTRIES_AT_ONCE):
-            sizes = self.sizes[first_entry : first_entry + ENTRIES_AT_ONCE]
-            pointers = _read_int64(index, pointers_offset + 8 * first_entry, len(sizes))
-            ends = begin + np.cumsum(sizes, dtype=np.int64) * self.itemsize
-            bounds = np.concatenate([[begin], ends])
-            is_consecutive = pointers == bounds[: len(sizes)]  # each sequence must begin where the one before it ends
-            if (sizes < 0).any() or not is_consecutive.all():
-                raise DatasetError(f"{self.prefix}.idx is damaged: its sequences are not consecutive in the .bin")
-            begin = int(bounds[-1])
-            # Entries 0 2 3 give two documents of 2 and 1 sequences, so one entry more than documents is read. The index
-            # may have fewer document entries than sequences; `entries` is then negative, and nothing is read.
-            entries = min(ENTRIES_AT_ONCE + 1, documents - first_entry)
-            counts = np.diff(_read_int64(index, documents_offset + 8 * first_entry, entries))
-            if (counts < 0).any():
-                raise DatasetError(f"{self.prefix}.idx is damaged: a document ends before it begins")
-            one_sequence_each &= bool((counts == 1).all())
-        release_pages(self.sizes)
-        return one_sequence_each
+    Raises DatasetError for an index whose sequences or documents are out of order, as it would silently give wrong
+    tokens later. The check reads the offsets from the file because pages of the memory map would count as memory of
+    this process.
+    index: path of the .idx file on this machine.
+    """
+    prefix = indexed.prefix
+    sequences = len(indexed)
+    documents = len(indexed.document_index)
+    pointers_offset = HEADER.size + 4 * sequences  # after the sizes, int32
+    documents_offset = pointers_offset + 8 * sequences  # after the pointers, int64
+    begin = 0  # byte of the .bin file at which the next sequence must begin
+    one_sequence_each = True
+    for first_entry in range(0, max(sequences, documents), ENTRIES_AT_ONCE):
+        sizes = indexed.sizes[first_entry : first_entry + ENTRIES_AT_ONCE]
+        pointers = _read_int64(index, pointers_offset + 8 * first_entry, len(sizes))
+        ends = begin + np.cumsum(sizes, dtype=np.int64) * indexed.dtype.itemsize
+        bounds = np.concatenate([[begin], ends])
+        is_consecutive = pointers == bounds[: len(sizes)]  # each sequence must begin where the one before it ends
+        if (sizes < 0).any() or not is_consecutive.all():
+            raise DatasetError(f"{prefix}.idx is damaged: its sequences are not consecutive in the .bin")
+        begin = int(bounds[-1])
+        # Entries 0 2 3 give two documents of 2 and 1 sequences, so one entry more than documents is read. The index may
+        # have fewer document entries than sequences; `entries` is then negative, and nothing is read.
+        entries = min(ENTRIES_AT_ONCE + 1, documents - first_entry)
+        counts = np.diff(_read_int64(index, documents_offset + 8 * first_entry, entries))
+        if (counts < 0).any():
+            raise DatasetError(f"{prefix}.idx is damaged: a document ends before it begins")
+        one_sequence_each &= bool((counts == 1).all())
+    release_pages(indexed.sizes)
+    return one_sequence_each
 
 
 def _read_int64(path: str, offset: int, count: int) -> NDArray[Any]:

@@ -64,7 +64,7 @@ class IndexedDataset:
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
         self._open(os.fspath(prefix), reused_checks())
 
-    def _open(self, prefix: str, known_checks: dict[str, bool] | None, stamp: Stamp | None = None) -> None:
+    def _open(self, prefix: str, known_checks: dict[str, bool], stamp: Stamp | None = None) -> None:
         """Map both files; check the index unless `known_checks` has its result. stamp: version of a remote .bin."""
         self.prefix = prefix
         self.orders_folder = f"{prefix}.orders"
@@ -77,8 +77,6 @@ class IndexedDataset:
                 raise DatasetError(f"there is no {path}; tools/preprocess_data.py writes the .bin and .idx of a corpus")
         token_file = to_path(f"{prefix}.bin")
         self._map_index()
-        if known_checks is None:
-            known_checks = {}
         if prefix not in known_checks:
             known_checks[prefix] = self._check_index(token_file)
         self._one_sequence_each = known_checks[prefix]
@@ -151,11 +149,10 @@ class IndexedDataset:
 
     def _check_index(self, token_file: Path) -> bool:
         """Check the index against the .bin file; return whether every document is one sequence. Raises DatasetError."""
-        from .index_check import IndexCheck
+        from .index_check import check_order, check_sizes
 
-        check = IndexCheck(self.prefix, self.sizes, self.document_index, self.dtype.itemsize)
-        check.check_sizes(token_file)
-        return check.check_order(self._index)
+        check_sizes(self, token_file)
+        return check_order(self, self._index)
 
     def __getstate__(self) -> tuple[str, bool, Stamp | None, list[os.stat_result]]:
         return self.prefix, self._one_sequence_each, self._stamp, self._versions
