@@ -175,23 +175,19 @@ class T5Dataset(T5Samples):
             # In the decoder, the first token of a span counts twice, as a sentinel precedes it.
             decoder_documents = np.repeat(documents[is_masked], 1 + is_span_start[is_masked])
         if self.objective.convention == "t5":
-            return self._t5_sample(encoder, encoder_documents, targets, decoder_documents)
+            # Both texts get an end token, which belongs to the last document.
+            eod = self.specials.eod
+            decoder = np.append(self.specials.pad, targets)  # T5 uses the padding token as start token
+            return self.pad_sample(
+                np.append(encoder, eod), np.append(encoder_documents, encoder_documents[-1]),
+                decoder, np.append(targets, eod), np.append(decoder_documents, decoder_documents[-1]),
+            )  # fmt: skip
         if self.objective.name == "prefix-lm":  # for span corruption, splice() has put a sentinel before each span
             targets = np.append(self.sentinels[0], targets)
             decoder_documents = np.append(decoder_documents[:1], decoder_documents)
         closed_targets = np.append(targets, self.sentinels[spans])
         # The labels are the decoder input, shifted by one token.
         return self.pad_sample(encoder, encoder_documents, closed_targets[:-1], closed_targets[1:], decoder_documents)
-
-    def _t5_sample(self, encoder: Ids, encoder_documents: Ids, targets: Ids, decoder_documents: Ids) -> Sample:
-        """Return a sample as T5 has it: both texts get an end token, and a start token shifts the decoder input."""
-        eod = self.specials.eod
-        decoder = np.concatenate([[self.specials.pad], targets])  # T5 uses the padding token as start token
-        # The end token belongs to the last document.
-        return self.pad_sample(
-            np.append(encoder, eod), np.append(encoder_documents, encoder_documents[-1]),
-            decoder, np.append(targets, eod), np.append(decoder_documents, decoder_documents[-1]),
-        )  # fmt: skip
 
 
 Datasets = tuple[Any, Any, Any]
