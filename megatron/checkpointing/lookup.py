@@ -32,12 +32,16 @@ def numbered_checkpoints(folder: Path) -> dict[int, Path]:
     return dict(sorted(checkpoints.items()))
 
 
+def complete_beside(path: Path) -> list[str]:
+    """Return the names of the complete checkpoints beside `path`, in ascending order, without that of `path` itself."""
+    checkpoints = numbered_checkpoints(path.parent).values()
+    return [each.name for each in checkpoints if each.name != path.name and is_checkpoint(each)]
+
+
 def resume_advice(checkpoint: Path) -> str:
     """Return how to resume without an unreadable checkpoint: from the newest before it, else from the newest other."""
     folder = checkpoint.parent
-    complete = [path.name for path in numbered_checkpoints(folder).values() if is_checkpoint(path)]
-    if checkpoint.name in complete:
-        complete.remove(checkpoint.name)
+    complete = complete_beside(checkpoint)
     # Iterations have 7 digits with leading zeros; those from 10,000,000 on have longer names.
     limit = (len(checkpoint.name), checkpoint.name)
     candidates = [name for name in complete if (len(name), name) < limit] or complete
@@ -84,7 +88,7 @@ def _refuse_missing_pointer(pointer: Path) -> None:
     """Raise CheckpointError if there are checkpoints beside the missing file `latest`, or if it is a folder."""
     if pointer.is_dir():
         raise CheckpointError(f"{pointer} is a folder, but must be a file: remove it; {resume_advice(pointer)}")
-    names = [path.name for path in numbered_checkpoints(pointer.parent).values() if is_checkpoint(path)]
+    names = complete_beside(pointer)
     if names:
         raise CheckpointError(
             f"the file {pointer} is missing; to resume from {names[-1]}, create {pointer} with the text {names[-1]}"

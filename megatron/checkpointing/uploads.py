@@ -12,7 +12,7 @@ from megatron.storage import RemotePath
 
 from .checksums import Checksum
 from .files import INDEX, format_sums, point_latest_to
-from .lookup import is_checkpoint, latest_name, numbered_checkpoints
+from .lookup import complete_beside, latest_name
 from .remote import delete_checkpoint, upload_files
 from .share import Share
 from .slow import warn_if_slow
@@ -85,11 +85,8 @@ def make_room(final: RemotePath) -> None:
     """
     folder = final.parent
     if latest_name(folder) == final.name:
-        others = []  # in ascending order
-        for path in numbered_checkpoints(folder).values():
-            if path != final and is_checkpoint(path):
-                others.append(path)
-        successor = others[-1] if others else _copy_as_old_save(final)
+        others = complete_beside(final)
+        successor = folder / others[-1] if others else _copy_as_old_save(final)
         point_latest_to(successor)
     delete_checkpoint(final)
 
