@@ -77,7 +77,8 @@ def _changes_by_checkpoint(path: Path, config: Config, override: bool, reads_cor
     if reads_corpora and consumed.samples and keeps_sample_order(saved, config):
         stages, note = join_stages(saved, config, consumed, override)
     # Begins in tokens must be converted to samples here only if the run had another --seq-length before.
-    if _has_own_lengths(config) or consumed.is_uniform(config.data.seq_length):
+    had_this_length = consumed.tokens in (0, consumed.samples * config.data.seq_length)  # as far as is known
+    if _has_own_lengths(config) or had_this_length:
         return _Changes(stages, note=note)
     if not stages and reads_corpora and config.data.data_stages:
         stages = stages_as_json([_in_samples(stage, config, consumed) for stage in training_stages(config)])

@@ -24,10 +24,6 @@ class Consumed(NamedTuple):
     samples: int = 0
     tokens: int = 0
 
-    def is_uniform(self, sample_tokens: int) -> bool:
-        """Return whether each of the samples had `sample_tokens` tokens, as far as is known."""
-        return self.tokens in (0, self.samples * sample_tokens)
-
     def sample_at(self, token: int, sample_tokens: int) -> Fraction:
         """Return the number of samples up to a number of tokens, if each sample to come has `sample_tokens` tokens."""
         if not self.tokens:
