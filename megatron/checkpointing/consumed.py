@@ -88,11 +88,6 @@ def split_selects_others(saved: Config, config: Config) -> bool:
     # With paths of their own for training, validation and test, --split has no effect.
     if any(isinstance(data.paths, dict) for data in settings):
         return False
-    return _training_documents_differ(saved, config)
-
-
-def _training_documents_differ(saved: Config, config: Config) -> bool:
-    """Return whether the --split of the checkpoint and that of this run give other training documents."""
     from megatron.data.corpus_paths import prefixes_of
     from megatron.data.indexed_dataset import DatasetError, IndexedDataset
     from megatron.data.splits import parse_split, split_documents
