@@ -33,7 +33,10 @@ class BackgroundCopy:
         on_failure: function that is called with the error if the copy fails. Without memory or threads, return None.
         """
         try:
-            remaining = self._read_values(values)
+            if zero_state.returns_copies(self._engine):
+                # The device may not have memory for all copies, so each one moves to the CPU at once.
+                values = ((key, value.cpu()) for key, value in values)
+            remaining = deque(values)  # before the thread starts, because reading a value may be a collective
             # The copies run on a stream of their own, beside the kernels of the training.
             stream = zero_state.side_stream(self._engine.device)
             self._copy_finished.clear()  # from now on, an optimizer step waits for the copy
@@ -45,13 +48,6 @@ class BackgroundCopy:
             on_failure(error)
             return None
         return thread
-
-    def _read_values(self, values: Iterator[NamedTensor]) -> deque[NamedTensor]:
-        """Read the values before the thread starts, because reading a value may be a collective."""
-        if not zero_state.returns_copies(self._engine):
-            return deque(values)
-        # The device may not have memory for all copies, so each one moves to the CPU at once.
-        return deque((key, value.cpu()) for key, value in values)
 
     def _copy_and_write(
         self, remaining: deque[NamedTensor], stream: AbstractContextManager[Any], write: Write, on_failure: OnFailure
