@@ -5,7 +5,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -175,20 +175,32 @@ class Saver:
         return pending.final
 
     def _publish(self, pending: _PendingSave, reports: Sequence[Report]) -> None:
-        """Check that the checkpoint is complete and publish it. reports: the report of each rank."""
+        """Merge the reports of all ranks, check that the checkpoint is complete, and publish it."""
         final = pending.final
-        merged = merge_reports(reports, pending.optimizer)
-        check_complete(temporary_folder(final), merged.tensors, merged.expected)
+        optimizer = pending.optimizer
+        files: list[JsonObject] = []
+        expected: dict[str, list[int]] = {}  # key -> shape of each tensor that must exist
+        steps: dict[str, int] = {}
+        for report in reports:
+            files += report.files
+            expected |= report.expected
+            steps |= report.steps
+        tensors = _merge_tensors(files)
+        check_complete(temporary_folder(final), tensors, expected)
+        if steps:
+            optimizer["steps"] = steps
+        add_moment_lists(optimizer, files, tensors)
+        sums = {file["file"]: file["sum"] for file in files}
         seed = mpu.get_rng().seed
-        text = index_text(pending.state, self.config, self.fingerprint, merged.tensors, merged.optimizer, seed)
+        text = index_text(pending.state, self.config, self.fingerprint, tensors, optimizer, seed)
         checksum = pending.share.checksum
         with warn_if_slow(final):
             if isinstance(final, RemotePath):
                 from .uploads import publish_remote
 
-                publish_remote(final, text, checksum, merged.sums)
+                publish_remote(final, text, checksum, sums)
             else:
-                publish(final, temporary_folder(final), text, checksum, merged.sums)
+                publish(final, temporary_folder(final), text, checksum, sums)
 
 
 def index_text(
@@ -214,37 +226,6 @@ def index_text(
     if average_of:
         content["average_of"] = average_of
     return json.dumps(content, indent=1)
-
-
-class MergedReports(NamedTuple):
-    """The reports of all ranks, merged.
-
-    tensors: key -> full shape, split dimension and pieces. expected: key -> shape that must exist. optimizer: entry
-    `optimizer` of checkpoint.json. sums: checksum of each file, by name.
-    """
-
-    tensors: JsonObject
-    expected: dict[str, list[int]]
-    optimizer: JsonObject
-    sums: dict[str, str]
-
-
-def merge_reports(reports: Sequence[Report], optimizer: Mapping[str, Any]) -> MergedReports:
-    """Merge the reports of all ranks. optimizer: what is known of the optimizer's entry."""
-    files: list[JsonObject] = []
-    expected: dict[str, list[int]] = {}
-    steps: dict[str, int] = {}
-    for report in reports:
-        files += report.files
-        expected |= report.expected
-        steps |= report.steps
-    tensors = _merge_tensors(files)
-    entry = dict(optimizer)
-    if steps:
-        entry["steps"] = steps
-    add_moment_lists(entry, files, tensors)
-    sums = {file["file"]: file["sum"] for file in files}
-    return MergedReports(tensors, expected, entry, sums)
 
 
 def _merge_tensors(files: Sequence[Mapping[str, Any]]) -> JsonObject:
