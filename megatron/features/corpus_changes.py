@@ -40,7 +40,8 @@ def identity_of(file: CorpusFile) -> Identity:
 class FileWatch:
     """The local files of corpora that this rank reads, as they were when they were last looked at.
 
-    `begin` comes before the other methods.
+    `begin` comes before the other methods. last_clean: iteration of the last checkpoint at whose save no file had
+    changed.
     """
 
     def __init__(self, files: Sequence[CorpusFile]) -> None:
@@ -50,7 +51,7 @@ class FileWatch:
     def begin(self, folder: Path, iteration: int) -> None:
         """Begin to watch. folder: the run's checkpoints. iteration: the one at which the files were opened."""
         self._folder = folder
-        self._last_clean = iteration
+        self.last_clean = iteration
 
     def find_changed(self) -> list[CorpusFile]:
         """Return the files that were changed since the last call, with advice that names the change.
@@ -68,10 +69,6 @@ class FileWatch:
                 self._known[file.path] = new
                 changed_files.append(file._replace(advice=self._advice(old, new)))
         return changed_files
-
-    def mark_clean(self, iteration: int) -> None:
-        """Note that no file had changed when the checkpoint of this iteration was saved."""
-        self._last_clean = iteration
 
     def check_content(self, file: CorpusFile, max_blocks: int) -> None:
         """Raise DatasetError if a changed file has another size or content. max_blocks: number of blocks to compare."""
@@ -96,7 +93,7 @@ class FileWatch:
         return f"the file was {change} while the run trained on it: restore it, {self._recovery_advice()}"
 
     def _recovery_advice(self) -> str:
-        clean = [path for number, path in numbered_checkpoints(self._folder).items() if number <= self._last_clean]
+        clean = [path for number, path in numbered_checkpoints(self._folder).items() if number <= self.last_clean]
         if not clean:
             return "and start again, as no checkpoint is older than the change"
         checkpoint = clean[-1].name  # the newest, as checkpoints are in ascending order

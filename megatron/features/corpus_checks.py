@@ -73,7 +73,7 @@ class CorpusChecks(Feature):
             )
             self._compare(changed, max_blocks)
         elif not any(checker.is_alive() for checker in self._checkers):
-            self._watch.mark_clean(iteration)
+            self._watch.last_clean = iteration
 
     def close(self, error: BaseException | None) -> None:
         for checker in self._checkers:
