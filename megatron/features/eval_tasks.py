@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from tds import trace
 
 from .. import mpu
-from ..engines.engine import StepResult
 from ..model.gpt2 import GPT2Model
 from ..model.loss import TokenLoss
 from ..model.masks import no_documents
@@ -22,8 +21,7 @@ from ..ranks.errors import one_line_error
 from ..ranks.objects import broadcast_from_rank_0, gather_objects
 from ..ranks.rank_0 import is_rank_0, print_rank_0
 from ..training.evaluation import perplexity
-from ..training.feature import Feature, Plan, due
-from ..training.health import SampleRange
+from ..training.feature import Periodic, Plan
 from ..training.run_state import Run
 from .harness import LogLikelihoods, evaluate_tasks
 from .scoring import Request, Scored
@@ -230,33 +228,28 @@ def _metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
     return metrics
 
 
-class TaskEvaluations(Feature):
+class TaskEvaluations(Periodic):
     """Feature that evaluates on --eval-tasks every --eval-tasks-interval iterations, and after the last iteration."""
 
-    after_log = True
-
     def prepare(self, plan: Plan) -> None:
+        """Read the tasks on rank 0."""
         assert plan.tokenizer is not None
         self._task_sets = read_tasks(plan.config, plan.tokenizer) if is_rank_0() else []
 
     def engine(self, engine: Any, plan: Plan) -> None:
+        """Check that the model can score texts."""
         with raise_on_all_ranks():
             check_scorable(engine.module, "--eval-tasks")
 
     def start(self, run: Run) -> None:
+        """Read the interval, by default that of saves."""
         self._run = run
         interval = run.config.train.eval_tasks_interval
         self._interval = run.config.checkpoint.save_interval if interval is None else interval
 
-    def after_step(self, step: StepResult | None, samples: SampleRange) -> None:
-        """Evaluate after iterations of --eval-tasks-interval, except the last."""
-        run = self._run
-        if due(samples.iteration, self._interval) and samples.iteration < run.config.train.train_iters:
-            # Read the pending losses first: if the run must end, it ends before the evaluation.
-            run.log.check()
-            with trace.span("evaluation"):
-                evaluate_on_tasks(run, self._task_sets)
-            run.log.restart_timer()
+    def _write(self) -> None:
+        with trace.span("evaluation"):
+            evaluate_on_tasks(self._run, self._task_sets)
 
     def end(self) -> None:
         """Evaluate after the last iteration on the tasks whose results metrics.jsonl does not hold yet."""

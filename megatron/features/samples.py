@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..config.feature_settings import FeatureSettings
 from ..config.fields import at_least, opt
-from ..training.feature import Feature, Plan, due
+from ..training.feature import Periodic, Plan
 
 if TYPE_CHECKING:
-    from ..engines.engine import StepResult
-    from ..training.health import SampleRange
     from ..training.run_state import Run
 
 
@@ -55,13 +53,13 @@ class SampleSettings(FeatureSettings):
             yield f"--sample-prompt continues plain text, so it cannot be combined with --objective {config.objective}"
 
 
-class Samples(Feature):
+class Samples(Periodic):
     """Feature that writes a row with the split `samples` and the texts of all prompts."""
 
     Settings = SampleSettings
-    after_log = True
 
     def engine(self, engine: Any, plan: Plan) -> None:
+        """Check that the model can continue texts."""
         from ..ranks.agreement import raise_on_all_ranks
         from .eval_tasks import check_scorable
 
@@ -69,18 +67,12 @@ class Samples(Feature):
             check_scorable(engine.module, "--sample-prompt")
 
     def start(self, run: "Run") -> None:
+        """Read the prompts and the interval, by default that of evaluations."""
         settings = run.config.of(SampleSettings)
         self._run = run
         self._prompts = settings.sample_prompt or ()
         interval = settings.sample_interval
         self._interval = run.config.train.eval_interval if interval is None else interval
-
-    def after_step(self, step: "StepResult | None", samples: "SampleRange") -> None:
-        if due(samples.iteration, self._interval) and samples.iteration < self._run.config.train.train_iters:
-            # Read the pending losses first: if the run must end, it ends before the texts are computed.
-            self._run.log.check()
-            self._write()
-            self._run.log.restart_timer()
 
     def end(self) -> None:
         """Continue, after the last iteration, the prompts whose texts metrics.jsonl does not hold yet."""

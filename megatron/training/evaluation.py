@@ -7,12 +7,10 @@ from typing import Any
 
 from tds import trace
 
-from ..engines.engine import StepResult
 from ..ranks.objects import broadcast_from_rank_0
 from ..ranks.rank_0 import print_rank_0
 from .data_ranks import read_batches
-from .feature import Feature, due
-from .health import SampleRange
+from .feature import Periodic
 from .run_state import Run
 
 
@@ -80,23 +78,19 @@ def _format_line(row: Mapping[str, Any]) -> str:
     return line
 
 
-class Evaluations(Feature):
+class Evaluations(Periodic):
     """Part of a run that evaluates every --eval-interval iterations, and after the last one, also on test data."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self._interval = run.config.train.eval_interval
 
-    def after_step(self, step: StepResult | None, samples: SampleRange) -> None:
-        run = self._run
-        t = run.config.train
-        # The last iteration is evaluated by `end`.
-        if due(samples.iteration, t.eval_interval) and samples.iteration < t.train_iters:
-            run.log.check()  # raises if the run must end
-            with trace.span("evaluation"):
-                evaluate(run, "valid")
-            run.log.restart_timer()  # without the time of the evaluation
+    def _write(self) -> None:
+        with trace.span("evaluation"):
+            evaluate(self._run, "valid")
 
     def end(self) -> None:
+        """Evaluate after the last iteration on the data whose results metrics.jsonl does not hold yet."""
         run = self._run
         for part in ("valid", "test"):
             # Only rank 0 reads metrics.jsonl.

@@ -119,6 +119,27 @@ class Feature:
         """Restore what `state` returned when the checkpoint was saved. Called before `start`, if there is a state."""
 
 
+class Periodic(Feature):
+    """Part of a run that computes and writes results every `_interval` iterations, but not after the last one.
+
+    A subclass sets the attributes when the run begins. After the last iteration, the run calls `end` instead.
+    """
+
+    after_log = True
+    _run: "Run"
+    _interval: int
+
+    def _write(self) -> None:
+        """Compute the results after an iteration, and write them."""
+
+    def after_step(self, step: "StepResult | None", samples: "SampleRange") -> None:
+        run = self._run
+        if due(samples.iteration, self._interval) and samples.iteration < run.config.train.train_iters:
+            run.log.check()  # read the pending losses first: if the run must end, it ends here
+            self._write()
+            run.log.restart_timer()  # without the time of the results
+
+
 def due(iteration: int, interval: int) -> bool:
     """Return True if an action that recurs every `interval` iterations is due; False for interval 0."""
     return interval > 0 and iteration % interval == 0
