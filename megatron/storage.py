@@ -305,11 +305,6 @@ def _check_size(data: bytes, size: int) -> bytes:
     return data
 
 
-def _is_permanent(error: Exception) -> bool:
-    """Return whether repeating the request would be of no use."""
-    return isinstance(error, _PERMANENT_ERRORS) or _is_refusal(error)
-
-
 def _is_refusal(error: Exception) -> bool:
     """Return whether the storage refused access. S3 answers HEAD requests with expired credentials by 400 only."""
     refused = isinstance(error, PermissionError) or "Credentials" in type(error).__name__
@@ -328,7 +323,8 @@ def _retry_delay(error: Exception, attempt: int, spent: float) -> float | None:
         growth = 4
     delay = float(FIRST_WAIT * growth ** (attempt - 1))
     is_over = attempt >= max_attempts or spent + delay > DEADLINE
-    return None if is_over or _is_permanent(error) else delay
+    is_permanent = isinstance(error, _PERMANENT_ERRORS) or _is_refusal(error)  # a repetition would be of no use
+    return None if is_over or is_permanent else delay
 
 
 def _failure_reason(error: Exception, attempts: int) -> str:
