@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -114,10 +115,6 @@ class HFTokenizer(Tokenizer):
             self.start = _start_ids(tokenizer, self.eod)
             self._text_encoder = _PlainTextEncoder(tokenizer, self.specials)
             self.contradiction = self._find_contradiction(Path(path))
-        # If the names of other marks must be encoded as plain text, too, content needs an encoder of its own, which
-        # `_get_content_encoder` creates on first use.
-        self._content_encoder = None if other_marks else self._text_encoder
-        self._names_tokenizer: Any = None
         self._batch_encoder = BatchEncoder(tokenizer, self._encode_batch, self._text_encoder.split_pattern)
 
     def _find_contradiction(self, path: Path) -> str:
@@ -154,30 +151,34 @@ class HFTokenizer(Tokenizer):
 
     def encode_content(self, text: str, inside: bool = False, after_text: bool = False) -> list[int]:
         with convert_panics(self._path):
-            return self._get_content_encoder().ids(text, inside, after_text)
+            return self._content_encoder.ids(text, inside, after_text)
 
     def content_spans(self, text: str, inside: bool = False, after_text: bool = False) -> list[tuple[int, int, int]]:
         with convert_panics(self._path):
-            return self._get_content_encoder().spans(text, inside, after_text)
+            return self._content_encoder.spans(text, inside, after_text)
 
-    def _get_content_encoder(self) -> "_PlainTextEncoder":
-        """Return the encoder for `encode_content`, to which the names of all marks are plain text."""
-        if self._content_encoder is None:
-            self._content_encoder = _PlainTextEncoder(_with_special_tokens(self._tokenizer, self._marks), self._marks)
-        return self._content_encoder
+    @cached_property
+    def _content_encoder(self) -> "_PlainTextEncoder":
+        """The encoder for `encode_content`, to which the names of all marks are plain text."""
+        if self._marks == self.specials:
+            return self._text_encoder
+        return _PlainTextEncoder(_with_special_tokens(self._tokenizer, self._marks), self._marks)
+
+    @cached_property
+    def _names_tokenizer(self) -> Any:
+        """A copy of the tokenizer that encodes the names of special tokens as these tokens."""
+        tokenizers = import_tokenizers()
+        names_tokenizer = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+        known = {token.content for token in names_tokenizer.get_added_tokens_decoder().values()}
+        missing = []
+        for name in self.specials:
+            if name not in known:  # special only to this project, such as the end-of-document token
+                missing.append(tokenizers.AddedToken(name, normalized=False))
+        names_tokenizer.add_special_tokens(missing)
+        names_tokenizer.encode_special_tokens = False
+        return names_tokenizer
 
     def encode_names(self, text: str) -> list[int]:
-        if self._names_tokenizer is None:
-            tokenizers = import_tokenizers()
-            names_tokenizer = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
-            known = {token.content for token in names_tokenizer.get_added_tokens_decoder().values()}
-            missing = []
-            for name in self.specials:
-                if name not in known:  # special only to this project, such as the end-of-document token
-                    missing.append(tokenizers.AddedToken(name, normalized=False))
-            names_tokenizer.add_special_tokens(missing)
-            names_tokenizer.encode_special_tokens = False
-            self._names_tokenizer = names_tokenizer
         with convert_panics(self._path):
             return _encode(self._names_tokenizer, text)
 
