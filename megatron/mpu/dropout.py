@@ -7,6 +7,7 @@ name would become a constant of the graph, and every layer would need its own gr
 Shapes: ... any.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakValueDictionary
@@ -17,7 +18,7 @@ from torch import Tensor
 from .random import RngStreams
 
 _streams: "WeakValueDictionary[int, Stream]" = WeakValueDictionary()
-_generators: dict[torch.device, torch.Generator] = {}
+_generator_of = functools.cache(torch.Generator)  # by device
 
 
 class Stream:
@@ -63,9 +64,7 @@ class Stream:
 
     def draw(self, shape: Sequence[int], p: float, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Draw a mask [*shape] for `keep_mask`. In a compiled graph, a custom operation calls this function."""
-        generator = _generators.get(device)
-        if generator is None:
-            generator = _generators[device] = torch.Generator(device)
+        generator = _generator_of(device)
         generator.manual_seed(self.rng.next_seed(self.name, self.split))
         return torch.empty(shape, dtype=dtype, device=device).bernoulli_(1 - p, generator=generator)
 
