@@ -233,7 +233,13 @@ def declare(
         axis = TRIVIAL_AXIS  # every rank holds the only part
     else:
         axis = axis or parallel_context().mesh.model
-        dim = _dim_from_start(parameter, dim)
+        num_dims = parameter.dim()
+        if not -num_dims <= dim < num_dims:
+            raise ValueError(
+                f"mpu.declare: dim {dim} is no dimension of a parameter of shape {list(parameter.shape)}; give one "
+                "that it has, or None for a copy on every rank"
+            )
+        dim %= num_dims
         if full_size is None:
             full_size = parameter.shape[dim] * axis.size
     spec = ParamSpec(tuple(parameter.shape), init_method, dim, full_size or 0, axis.rank, axis.size)
@@ -245,17 +251,3 @@ def declare(
     if not parallel_context().defer_init:
         spec.fill(parameter)
     return parameter
-
-
-def _dim_from_start(parameter: Tensor, dim: int) -> int:
-    """Return dimension `dim` of `parameter` [any shape], counted from the end if negative, as an index from 0.
-
-    Raises ValueError if `parameter` has no such dimension.
-    """
-    num_dims = parameter.dim()
-    if not -num_dims <= dim < num_dims:
-        raise ValueError(
-            f"mpu.declare: dim {dim} is no dimension of a parameter of shape {list(parameter.shape)}; give one that "
-            "it has, or None for a copy on every rank"
-        )
-    return dim % num_dims
