@@ -34,73 +34,60 @@ class BadLine(NamedTuple):
         return f"{self.path}, {place} {self.line}: {self.reason}"
 
 
-class _ByteSource(io.RawIOBase):
-    """Read-only file object that serves the bytes in `_buffer`; `_fill` provides more."""
+class _PieceReader(io.RawIOBase):
+    """Read-only file object over a generator of byte pieces."""
 
-    _buffer = memoryview(b"")
+    def __init__(self, pieces: Any) -> None:
+        self._pieces = pieces
+        self._buffer = memoryview(b"")  # the rest of the current piece
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fill `buffer` with decompressed bytes, and return their number; 0 at the end of the file."""
+        """Fill `buffer` with bytes, and return their number; 0 at the end of the pieces."""
         while not self._buffer:
-            if not self._fill():
+            piece = next(self._pieces, None)
+            if piece is None:
                 return 0
+            self._buffer = memoryview(piece)
         count = min(len(buffer), len(self._buffer))
         buffer[:count] = self._buffer[:count]
         self._buffer = self._buffer[count:]
         return count
 
-    def _fill(self) -> bool:
-        raise NotImplementedError
+    def close(self) -> None:
+        self._pieces.close()
+        super().close()
 
 
-class _CompressedFile(_ByteSource):
-    """Compressed file of one or more streams; unlike the standard readers it raises for truncated or invalid data.
+def _decompress(path: str, new: Callable[[], Any], padding: bytes = b"", read_size: int = 1 << 14) -> Iterator[bytes]:
+    """Yield the content of a compressed file of one or more streams, at most `MAX_BYTES` at once.
 
-    At most `MAX_BYTES` decompressed bytes are in memory.
+    Unlike the standard readers, it raises for truncated or invalid data, EOFError for a truncated stream.
     new: function that returns a decompressor for one stream, with the interface of `bz2.BZ2Decompressor`.
     padding: bytes that may occur between streams. read_size: number of compressed bytes per read.
     """
-
-    def __init__(self, path: str, new: Callable[[], Any], padding: bytes = b"", read_size: int = 1 << 14) -> None:
-        self._new_decompressor = new
-        self._padding = padding
-        self._read_size = read_size
-        self._file = open(path, "rb")  # noqa: SIM115  # closed in close()
-        self._decompressor: Any = None
-        self._unused_input = b""  # compressed bytes not yet passed to a decompressor
-
-    def _fill(self) -> bool:
-        """Decompress some bytes, possibly none; return False at the end of the file.
-
-        Raises EOFError for a truncated stream.
-        """
-        raw = b""
-        if self._decompressor is None or self._decompressor.needs_input:
-            raw = self._unused_input or self._file.read(self._read_size)
-            self._unused_input = b""
-            if not raw and self._decompressor is not None:
-                raise EOFError("it is truncated")
-            if not raw:
-                return False
-        if self._decompressor is None:
-            # A new stream begins after the padding; the read may have been padding alone.
-            raw = raw.lstrip(self._padding)
-            if not raw:
-                return True
-            self._decompressor = self._new_decompressor()
-        # The rest of the output stays in the decompressor, which then needs no input.
-        self._buffer = memoryview(self._decompressor.decompress(raw, MAX_BYTES))
-        if self._decompressor.eof:
-            self._unused_input = self._decompressor.unused_data
-            self._decompressor = None
-        return True
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
+    decompressor: Any = None
+    unused = b""  # bytes after the end of a stream
+    with open(path, "rb") as file:
+        while raw := unused or file.read(read_size):
+            unused = b""
+            if decompressor is None:
+                # A new stream begins after the padding; the read may have been padding alone.
+                raw = raw.lstrip(padding)
+                if not raw:
+                    continue
+                decompressor = new()
+            yield decompressor.decompress(raw, MAX_BYTES)
+            # The rest of the output stays in the decompressor, which then needs no input.
+            while not decompressor.eof and not decompressor.needs_input:
+                yield decompressor.decompress(b"", MAX_BYTES)
+            if decompressor.eof:
+                unused = decompressor.unused_data
+                decompressor = None
+    if decompressor is not None:
+        raise EOFError("it is truncated")
 
 
 class _ZstdAdapter:
@@ -121,19 +108,19 @@ class _ZstdAdapter:
         return getattr(self._decompressor, name)  # `eof` and `unused_data`
 
 
-def _open_zstd(path: str) -> _CompressedFile:
+def _open_zstd(path: str) -> Iterator[bytes]:
     try:
         import zstandard
     except ImportError:
         raise InputError(f"reading {path} needs the package zstandard: {pip_install('zstandard')}") from None
     # The default would refuse the windows of `zstd --long=31`. Memory is allocated only for the window of the file.
     zstd = zstandard.ZstdDecompressor(max_window_size=2**31)
-    return _CompressedFile(path, lambda: _ZstdAdapter(zstd.decompressobj()), read_size=1 << 8)
+    return _decompress(path, lambda: _ZstdAdapter(zstd.decompressobj()), read_size=1 << 8)
 
 
-_OPENERS: dict[str, Callable[[str], _CompressedFile]] = {
-    ".bz2": lambda path: _CompressedFile(path, bz2.BZ2Decompressor),
-    ".xz": lambda path: _CompressedFile(path, lambda: lzma.LZMADecompressor(memlimit=XZ_MEMORY_LIMIT), b"\0"),
+_OPENERS: dict[str, Callable[[str], Iterator[bytes]]] = {
+    ".bz2": lambda path: _decompress(path, bz2.BZ2Decompressor),
+    ".xz": lambda path: _decompress(path, lambda: lzma.LZMADecompressor(memlimit=XZ_MEMORY_LIMIT), b"\0"),
     ".zst": _open_zstd,
 }
 
@@ -144,7 +131,7 @@ def open_bytes(path: str) -> BinaryIO:
     if ending == ".gz":
         return gzip.open(path)  # type: ignore[return-value]
     if ending in _OPENERS:
-        return io.BufferedReader(_OPENERS[ending](path), 1 << 20)
+        return io.BufferedReader(_PieceReader(_OPENERS[ending](path)), 1 << 20)
     return open(path, "rb")
 
 
@@ -279,21 +266,6 @@ def _is_chinese(raw: bytes, encoding: str) -> bool:
     num_chinese = len(_CHINESE.findall(text))
     num_ascii = len(_PRINTABLE_ASCII.findall(text))
     return num_chinese > 0 and (num_chinese + num_ascii) * 10 > 9 * len(text)
-
-
-class _PieceReader(_ByteSource):
-    """File object over an iterator of byte pieces."""
-
-    def __init__(self, pieces: Iterator[bytes]) -> None:
-        self._pieces = pieces
-
-    def _fill(self) -> bool:
-        """Hold the next piece; return False at the end."""
-        piece = next(self._pieces, None)
-        if piece is None:
-            return False
-        self._buffer = memoryview(piece)
-        return True
 
 
 def open_text(path: str, encoding: str) -> io.TextIOWrapper:
