@@ -171,7 +171,7 @@ def _is_readable(types: Any, column: Any) -> bool:
     plain_checks = (types.is_boolean, types.is_integer, types.is_floating, types.is_null)
     has_text = False
     for leaf in _leaf_types(types, column):
-        if _is_text(types, leaf):
+        if types.is_string(leaf) or types.is_large_string(leaf) or types.is_string_view(leaf):
             has_text = True
         elif not any(is_type(leaf) for is_type in plain_checks):
             return False
@@ -188,10 +188,6 @@ def _leaf_types(types: Any, column: Any) -> Iterator[Any]:
         yield from _leaf_types(types, column.value_type)
     else:
         yield column
-
-
-def _is_text(types: Any, column: Any) -> bool:
-    return bool(types.is_string(column) or types.is_large_string(column) or types.is_string_view(column))
 
 
 def unread_columns_hint(path: str, keys: Sequence[str] | Callable[..., Any]) -> str:
@@ -212,18 +208,16 @@ def unread_columns_hint(path: str, keys: Sequence[str] | Callable[..., Any]) -> 
 
 @lru_cache(maxsize=64)
 def _unread_columns(path: str, changed: int) -> dict[str, str]:
-    """Return name -> type of each column of a Parquet file that is not read. changed: time of change, for the cache."""
-    types = _pyarrow(path).types
-    return {field.name: str(field.type) for field in _schema(path) if not _is_readable(types, field.type)}
+    """Return name -> type of each column of a Parquet file that is not read. Raises InputError for a damaged file.
 
-
-def _schema(path: str) -> Any:
-    """Return the Arrow schema of a parquet file. Raises InputError for a damaged file."""
+    changed: time of change, for the cache.
+    """
     pyarrow = _pyarrow(path)
     try:
-        return pyarrow.parquet.read_schema(path)
+        schema = pyarrow.parquet.read_schema(path)
     except (pyarrow.ArrowException, OSError) as error:
         raise InputError(f"{path}: damaged parquet ({' '.join(str(error).split())[:200]})") from None
+    return {field.name: str(field.type) for field in schema if not _is_readable(pyarrow.types, field.type)}
 
 
 _SEPARATORS = re.compile(r"[ \t\r\n,]*")
