@@ -9,6 +9,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from megatron.packages import pip_install
@@ -76,24 +77,10 @@ def mojibake(text: str, limits: Limits) -> str:
     return text
 
 
-def html(text: str, limits: Limits) -> str:
-    """Drop a document in which the share of HTML markup exceeds `limits.max_markup`."""
-    if html_characters(text) > limits.max_markup * len(text):
-        raise Drop("html")
-    return text
-
-
-def base64(text: str, limits: Limits) -> str:
-    """Drop a document in which the share of base64 or similarly encoded data exceeds `limits.max_encoded`."""
-    if encoded_characters(text) > limits.max_encoded * len(text):
-        raise Drop("base64")
-    return text
-
-
-def urls(text: str, limits: Limits) -> str:
-    """Drop a document in which the share of characters in lines of URLs exceeds `limits.max_urls`."""
-    if url_characters(text) > limits.max_urls * len(text):
-        raise Drop("urls")
+def _limit_share(measure: Callable[[str], int], limit: str, reason: str, text: str, limits: Limits) -> str:
+    """Drop a document if the share of characters that `measure` counts exceeds the field of `limits` named `limit`."""
+    if measure(text) > getattr(limits, limit) * len(text):
+        raise Drop(reason)
     return text
 
 
@@ -160,8 +147,11 @@ def script(text: str, limits: Limits) -> str:
 
 
 RULES: dict[str, Rule] = {
-    "nfkc": nfkc, "control": control, "whitespace": whitespace, "mojibake": mojibake, "html": html, "base64": base64,
-    "urls": urls, "repeated": repeated, "length": length, "script": script,
+    "nfkc": nfkc, "control": control, "whitespace": whitespace, "mojibake": mojibake,
+    "html": partial(_limit_share, html_characters, "max_markup", "html"),
+    "base64": partial(_limit_share, encoded_characters, "max_encoded", "base64"),
+    "urls": partial(_limit_share, url_characters, "max_urls", "urls"),
+    "repeated": repeated, "length": length, "script": script,
 }  # fmt: skip
 DEFAULT_RULES = tuple(name for name in RULES if name != "nfkc")
 
