@@ -85,7 +85,8 @@ def main(args: argparse.Namespace) -> None:
     except Exception as error:
         # Without a document, there is nothing to resume.
         if not output.counts["documents"]:
-            output.abort()
+            for builder in output.builders:
+                builder.abort()
             journal.remove()
             raise
         kept = output.save_and_close(journal)
@@ -326,10 +327,6 @@ class _Output:
             "sha256": {Path(builder.prefix).name: builder.checksums for builder in builders},
         }
         write_json(f"{prefix}.json", content)
-
-    def abort(self) -> None:
-        for builder in self.builders:
-            builder.abort()
 
 
 def build_parser() -> Parser:
