@@ -80,6 +80,7 @@ class RankFiles:
         contents = dict(zip(paths, headers, strict=True))
         self._shards_by_rank: dict[str, dict[int, Tensor]] = {}
         self._foreign_names: set[str] = set()
+        self.layers = 0  # number of transformer blocks in the files
         block_stages: list[int] = []
         for rank in range(self.ranks):
             files = [(stage, contents[stage, rank], paths[stage, rank]) for stage in stages]
@@ -112,6 +113,7 @@ class RankFiles:
         consecutive = range(min(block_stages, default=0), max(block_stages, default=0) + 1)
         if self.is_by_layer and block_stages != list(consecutive):
             raise ValueError(f"{self.folder} lacks layers: only the files {block_stages} contain transformer blocks")
+        self.layers = max(self.layers, num_layers)
         return block_stages
 
     def _check_layers(self, given_layers: int | None, is_complete: bool) -> None:
@@ -211,16 +213,6 @@ class RankFiles:
                     f"{path}: {name} differs from the embedding; untied output embeddings are not supported"
                 )
         return num_layers
-
-    @property
-    def layers(self) -> int:
-        """Number of transformer blocks in the files."""
-        count = 0
-        for name in self._shards_by_rank:
-            if name.startswith("layers."):
-                number = int(name.split(".")[1])
-                count = max(count, number + 1)
-        return count
 
     def names(self) -> list[str]:
         """Return our names of all tensors in the files."""
