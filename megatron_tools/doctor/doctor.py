@@ -24,6 +24,7 @@ from . import corpora, machine, memory, network, run_dir, settings
 from .finding import FAILED, WARNING, Finding, Findings, failed, findings_of, ok, warning
 
 if TYPE_CHECKING:
+    from megatron.config.ds_config import Resolved
     from megatron_tools.plan.cluster import Cluster
 
 EXAMPLES = """\
@@ -203,7 +204,7 @@ class Examination:
         """Estimate the memory, and check the disk and the checkpoint to resume from."""
         from megatron.config.command_line import with_values
 
-        run_settings, findings = settings.resolve_settings(config, self.ranks, self.cluster)
+        resolved, findings = settings.resolve_settings(config, self.ranks, self.cluster)
         yield from findings
         vocab_size = corpora.vocabulary_size(config, self.tokenizer)
         if vocab_size is None:
@@ -215,14 +216,14 @@ class Examination:
             return
         # The size of a model depends on its vocabulary, which the tokenizer gives if no flag does.
         full_config = with_values(config, {"vocab_size": vocab_size})
-        yield from findings_of("memory", self._memory(full_config, run_settings._replace(config=full_config)))
+        yield from findings_of("memory", self._memory(full_config, resolved))
         if self.run_dir is not None:
             fingerprint = self.tokenizer.fingerprint if self.tokenizer is not None else None
             yield from findings_of(
                 "checkpoint", run_dir.check_resume(full_config, self.run_dir, fingerprint, self.args.quick)
             )
 
-    def _memory(self, config: Config, run_settings: settings.RunSettings) -> Findings:
+    def _memory(self, config: Config, resolved: "Resolved | None") -> Findings:
         """Check that the model fits in memory, and its checkpoints on the disk."""
         from megatron.ranks import device
         from megatron.training.run_folder import save_dir_of
@@ -233,7 +234,7 @@ class Examination:
         # With --cluster, the memory of its devices counts, not that of this machine.
         if self.cluster:
             device_bytes = self.cluster.memory * 1e9 if self.cluster.accelerated else None
-        yield from settings.check_memory(run_settings, self.ranks, self.ranks_here, device_bytes)
+        yield from settings.check_memory(config, resolved, self.ranks, self.ranks_here, device_bytes)
         if self.run_dir is not None:
             save_dir = save_dir_of(config, self.run_dir)
             yield from run_dir.check_disk(save_dir, self.run_dir, memory.checkpoint_bytes(config), config)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from megatron.config import Config
 from megatron.config.command_line import from_file
@@ -17,17 +17,6 @@ from .finding import Finding, Findings, failed, ok, warning
 if TYPE_CHECKING:
     from megatron.config.ds_config import Resolved
     from megatron_tools.plan.cluster import Cluster
-
-
-class RunSettings(NamedTuple):
-    """A run's settings: those of its flags alone, and those of its flags and ds_config together.
-
-    config: the settings of the flags. resolved: the combined settings, or None if they contradict each other or do not
-    fit the number of ranks.
-    """
-
-    config: Config
-    resolved: "Resolved | None" = None
 
 
 def read_settings(flags: Sequence[str], run_config: Path | None, ranks: int) -> tuple[Config | None, list[Finding]]:
@@ -72,9 +61,10 @@ def check_layout(config: Config, ranks: int) -> Findings:
     )
 
 
-def resolve_settings(config: Config, ranks: int, cluster: "Cluster | None") -> tuple[RunSettings, list[Finding]]:
+def resolve_settings(config: Config, ranks: int, cluster: "Cluster | None") -> tuple["Resolved | None", list[Finding]]:
     """Check that the ds_config and the flags agree; return the resolved settings and findings.
 
+    The settings are None if ds_config and flags contradict each other or do not fit the number of ranks.
     cluster: hardware of the run, None for that of this machine.
     """
     from megatron.config.ds_config import resolve
@@ -83,34 +73,34 @@ def resolve_settings(config: Config, ranks: int, cluster: "Cluster | None") -> t
     try:
         config.parallel.data_parallel_size(ranks)
     except ConfigError:
-        return RunSettings(config), []  # `check_layout` reports this error
+        return None, []  # `check_layout` reports this error
     try:
         # `--precision auto` chooses bf16 only where it is fast.
         has_fast_bf16 = "bf16" in cluster.peak_tflops if cluster else device.has_fast_bf16(device.current_device())
-        resolved_settings = resolve(config, ranks, has_fast_bf16)
+        resolved = resolve(config, ranks, has_fast_bf16)
     except ConfigError as error:
-        return RunSettings(config), [
-            failed("ds_config", str(error), "change the ds_config, or the flag that contradicts it")
-        ]
-    words = f"{resolved_settings.precision}, ZeRO {resolved_settings.zero_stage}"
+        return None, [failed("ds_config", str(error), "change the ds_config, or the flag that contradicts it")]
+    words = f"{resolved.precision}, ZeRO {resolved.zero_stage}"
     if config.train.deepspeed_config:
         words += f", from {config.train.deepspeed_config}"
-    return RunSettings(config, resolved_settings), [ok("ds_config", words)]
+    return resolved, [ok("ds_config", words)]
 
 
-def check_memory(run: RunSettings, ranks: int, ranks_here: int | None, device_bytes: float | None) -> Findings:
+def check_memory(
+    config: Config, resolved: "Resolved | None", ranks: int, ranks_here: int | None, device_bytes: float | None
+) -> Findings:
     """Check whether the rank that needs the most memory fits into the available memory.
 
-    ranks_here: number of ranks on a machine, None if unknown.
+    resolved: result of `resolve_settings`. ranks_here: number of ranks on a machine, None if unknown.
     device_bytes: memory of an accelerator, None if ranks run on the CPU.
     """
     from megatron.config.parallel import SCHEDULES
     from megatron.estimate.per_rank import rank_memory
     from megatron.estimate.sizes import parameters, stages_of
 
-    if run.resolved is None:
+    if resolved is None:
         return
-    p = run.config.parallel
+    p = config.parallel
     if p.pipe_parallel_size and SCHEDULES(p.pipeline_schedule):  # the check of an unknown name returns a text
         yield warning(
             "memory",
@@ -118,18 +108,18 @@ def check_memory(run: RunSettings, ranks: int, ranks_here: int | None, device_by
             "check that the training script registers it by tds.schedule.register()",
         )
         return
-    zero_config = run.resolved.deepspeed.get("zero_optimization", {})
+    zero_config = resolved.deepspeed.get("zero_optimization", {})
     if any(name.startswith("offload") for name in zero_config):
         yield ok("memory", "the memory was not estimated: the ds_config enables offloading")
         return
     # Memory is counted as on accelerators if there is a device, else as on CPUs.
-    stages = rank_memory(run.config, run.resolved, ranks, device_bytes is not None, stages_of(run.config))
+    stages = rank_memory(config, resolved, ranks, device_bytes is not None, stages_of(config))
     bytes_by_kind = asdict(max(stages, key=lambda stage: stage.total))
     needed = sum(bytes_by_kind.values())
     # An unknown number of ranks on this machine is reported below; until then one is assumed.
     free_bytes, capacity_text = _free_memory(device_bytes, ranks_here or 1)
     kind_text = ", ".join(f"{kind} {size / 1e9:.2g}" for kind, size in bytes_by_kind.items())
-    model = f"{parameters(run.config) / 1e6:.1f} million parameters"
+    model = f"{parameters(config) / 1e6:.1f} million parameters"
     words = f"{model}; the rank that needs the most memory needs {needed / 1e9:.2g} GB ({kind_text}); {capacity_text}"
     remedy = (
         "use more ranks with --model-parallel-size, --pipe-parallel-size or --zero-stage 1 to 3, "

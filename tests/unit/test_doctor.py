@@ -379,9 +379,9 @@ def test_the_memory_of_a_schedule_that_only_the_script_knows_is_not_estimated() 
     flags = [*MODEL, "--vocab-size", "64", "--pipe-parallel-size", "2", "--pipeline-schedule", "waves"]
     config, found = settings.read_settings(["mine.py", *flags], None, 2)
     assert config is not None and found[0].state == "ok"
-    run, findings = settings.resolve_settings(config, 2, None)
+    resolved, findings = settings.resolve_settings(config, 2, None)
     assert [each.state for each in findings] == ["ok"]
-    (memory_finding,) = settings.check_memory(run, 2, 2, None)
+    (memory_finding,) = settings.check_memory(config, resolved, 2, 2, None)
     assert memory_finding.state == "warning" and "waves" in memory_finding.words
 
 
