@@ -18,7 +18,7 @@ from megatron.model.work import sample_lengths
 from tds.timetable import simulate_times
 
 from ..report.timetable import instructions_of
-from .cluster import Cluster, Link
+from .cluster import Cluster
 from .step_cost import Cost, Seconds
 
 
@@ -76,13 +76,14 @@ def pipeline_units(name: str, extra_warmup: int, chunks: int, stages: int, micro
     return last_end / (1.0 + backward) + micros - simulated
 
 
-def all_reduce_seconds(size: float, ranks: int, link: Link, e: Efficiency) -> float:
-    """Return the seconds of a ring all-reduce of `size` bytes.
+def all_reduce_seconds(size: float, ranks: int, stride: int, cluster: Cluster, e: Efficiency) -> float:
+    """Return the seconds of a ring all-reduce of `size` bytes over `ranks` devices that are `stride` apart.
 
     Each byte is sent and received 2 (n - 1) / n times (Patarasuk and Yuan 2009).
     """
     if ranks == 1:
         return 0.0
+    link = cluster.ring(ranks, stride)
     steps = 2 * (ranks - 1)
     sent = steps / ranks * size
     bandwidth = link.gigabytes_per_second * 1e9 * e.link
@@ -215,7 +216,7 @@ def stage_seconds(
     if resolved.zero_stage == 3:
         # The weights are gathered for the forward and for the backward pass, each time half of an all-reduce.
         weight_bytes = stage.count.held * shapes.width
-        seconds.weights = all_reduce_seconds(weight_bytes, replicas, cluster.ring(replicas, shapes.ranks), e)
+        seconds.weights = all_reduce_seconds(weight_bytes, replicas, shapes.ranks, cluster, e)
     if p.stages > 1:
         link = cluster.slowest_link(p.stages, shapes.ranks * replicas)
         bandwidth = link.gigabytes_per_second * 1e9 * e.link
@@ -266,12 +267,12 @@ def _add_layer_seconds(
     times.attention += attention_passes * attn_flops / (peak * attention_efficiency)
     times.expert_parallel += all_to_alls * _all_to_all_seconds(shapes, layer, cluster, e)
     states = tokens * m.hidden_size * shapes.width
-    times.tensor_parallel += all_reduces * all_reduce_seconds(states, shapes.ranks, cluster.ring(shapes.ranks, 1), e)
+    times.tensor_parallel += all_reduces * all_reduce_seconds(states, shapes.ranks, 1, cluster, e)
     # kv_bytes are those of the keys and values of the whole sequence, which all context-parallel ranks share.
     context = p.context_parallel_size
     kv_bytes = 2 * tokens * m.key_value_heads * m.head_size / shapes.ranks * shapes.width * context
     # Both passes gather keys and values and one scatters their gradients, each half of an all-reduce.
-    times.context_parallel += 1.5 * all_reduce_seconds(kv_bytes, context, cluster.ring(context, shapes.ranks), e)
+    times.context_parallel += 1.5 * all_reduce_seconds(kv_bytes, context, shapes.ranks, cluster, e)
 
 
 def boundary_bytes(stage: Stage, shapes: Shapes) -> float:
@@ -365,7 +366,7 @@ def _gradient_costs(
     reduction_seconds = 0.0
     updated_parameters = 0.0
     for count, replicas in parts:
-        reduction_seconds += all_reduce_seconds(count.held * width, replicas, cluster.ring(replicas, shapes.ranks), e)
+        reduction_seconds += all_reduce_seconds(count.held * width, replicas, shapes.ranks, cluster, e)
         # With ZeRO, each replica updates only its share.
         shards = replicas if resolved.zero_stage else 1
         updated_parameters += count.held / shards
