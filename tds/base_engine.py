@@ -52,8 +52,7 @@ class Engine(ExtendedEngine):
     optimizer: Any
     spike_guard: SpikeGuard | None = None  # set by a SpikeGuard
     weight_average: WeightAverage | None = None  # set by a WeightAverage
-    _skips_on_host = 0
-    _skips_on_device: Tensor | None = None  # number of skipped steps that the host has not read yet, a scalar
+    _skips: int | Tensor = 0  # number of skipped steps; a scalar on the device if the host has not read it yet
 
     @property
     def distributed(self) -> DistributedOptimizer | None:
@@ -68,16 +67,13 @@ class Engine(ExtendedEngine):
     @property
     def skipped_steps(self) -> int:
         """Number of skipped steps. Reading it may wait for the device."""
-        if self._skips_on_device is not None:
-            self._skips_on_host += int(self._skips_on_device.item())
-            self._skips_on_device = None
-        return self._skips_on_host
+        self._skips = int(self._skips)
+        return self._skips
 
     @skipped_steps.setter
     def skipped_steps(self, count: int) -> None:
         """Set the number of skipped steps, as DeepSpeed does when it loads a checkpoint."""
-        self._skips_on_host = count
-        self._skips_on_device = None
+        self._skips = count
 
     @cached_property
     def known_model(self) -> KnownModel:
@@ -144,8 +140,7 @@ class Engine(ExtendedEngine):
         super()._take_model_step(lr_kwargs)
         if unread_norm is not None:
             is_skipped = ~unread_norm.isfinite()
-            skips = 0 if self._skips_on_device is None else self._skips_on_device
-            self._skips_on_device = skips + is_skipped.long()
+            self._skips = self._skips + is_skipped.long()
         if self.distributed:
             self.optimizer.zero_grad()
         drop_skipped_gradients(self)
