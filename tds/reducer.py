@@ -93,7 +93,7 @@ class GradReducer:
         self._bucket_bytes = bucket_bytes
         self._chunk_of = chunk_of or {}
         self._signature: list[Any] = []  # of the weights in the buckets
-        self._launcher: BucketLauncher | None = None
+        self._launcher = BucketLauncher((), {})
         self._current_launcher()
 
     def _current_launcher(self) -> BucketLauncher:
@@ -102,11 +102,9 @@ class GradReducer:
         sparse = set(self._sparse)
         trainable = [p for p in self._module.parameters() if p.requires_grad and p not in sparse]
         signature = [(id(p), p.dtype, p.device, p.shape) for p in trainable]
-        launcher = self._launcher
-        if launcher is not None:
-            if signature == self._signature:
-                return launcher
-            launcher.close()
+        if signature == self._signature:
+            return self._launcher
+        self._launcher.close()
         self._signature = signature
         buckets = []
         for group, weights in group_by_holders(trainable, self._group):
