@@ -133,16 +133,11 @@ class _FailureWatch:
 
     def _poll_failures(self) -> None:
         """End this process when another rank has announced a failure."""
-        try:
+        with contextlib.suppress(Exception):  # the main thread waits for the same store, and reports the same error
             store = self._connect()
-        except Exception:
-            return  # the main thread waits for the same store, and reports the same error
-        while not self.finished.wait(self._poll_seconds):
-            try:
+            while not self.finished.wait(self._poll_seconds):
                 if store.check([self._key]):
                     _print_and_exit(f"{_rank_name()} ends, as the ranks did not meet: {store.get(self._key).decode()}")
-            except Exception:
-                return
 
 
 def _print_and_exit(message: str) -> None:
