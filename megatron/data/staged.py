@@ -93,18 +93,20 @@ class StagedDataset(Dataset[dict[str, Tensor]]):
     def _stage_index(self, n: int) -> int:
         return bisect_right(self.begins, n) - 1
 
+    def _locate_in_stage(self, n: int) -> tuple[_StageBlend, int, int]:
+        """Return (stage, index of the corpus among those of the stage, sample index in that corpus) of sample n."""
+        stage = self._stages[self._stage_index(n)]
+        member, number = stage.blend.locate(n - stage.begin)
+        return stage, member, int(stage.read_before[stage.members[member]]) + number
+
     def locate(self, n: int) -> tuple[int, int]:
         """Return (corpus index, sample index in that corpus) of sample n."""
-        stage = self._stages[self._stage_index(int(n))]
-        member, number = stage.blend.locate(int(n) - stage.begin)
-        corpus = int(stage.members[member])
-        return corpus, int(stage.read_before[corpus]) + number
+        stage, member, number = self._locate_in_stage(int(n))
+        return int(stage.members[member]), number
 
     def __getitem__(self, n: int) -> dict[str, Tensor]:
-        stage = self._stages[self._stage_index(int(n))]
-        member, number = stage.blend.locate(int(n) - stage.begin)
-        first_number = int(stage.read_before[stage.members[member]])
-        sample: dict[str, Tensor] = stage.blend.datasets[member][first_number + number]
+        stage, member, number = self._locate_in_stage(int(n))
+        sample: dict[str, Tensor] = stage.blend.datasets[member][number]
         return sample
 
     def consumed_per_corpus(self, samples: int) -> list[int]:
