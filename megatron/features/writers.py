@@ -121,14 +121,14 @@ class TensorBoard:
 
         return SummaryWriter(self._folder, purge_step=purge_step)  # type: ignore[no-untyped-call]
 
-    def write(self, split: str, iteration: int, numbers: Mapping[str, float]) -> None:
+    def write(self, iteration: int, numbers: Mapping[str, float]) -> None:
         """Write each number as a scalar, such as train/lm_loss, and wait until they are in the file."""
         self._board = self._board or self._open()  # after an error there is no file
         try:
             for name, value in numbers.items():
                 # Only the row of samples has texts, which `shows_texts` asks for.
                 add = self._board.add_text if isinstance(value, str) else self._board.add_scalar
-                add(f"{split}/{name}", value, iteration)
+                add(name, value, iteration)
             self._board.flush()
         except OSError:
             self.close()
@@ -178,9 +178,9 @@ class WeightsAndBiases:
         self._run.define_metric("iteration")
         self._run.define_metric("*", step_metric="iteration")
 
-    def write(self, split: str, iteration: int, numbers: Mapping[str, float]) -> None:
+    def write(self, iteration: int, numbers: Mapping[str, float]) -> None:
         """Log the numbers of one row in one call."""
-        self._run.log({f"{split}/{name}": value for name, value in numbers.items()} | {"iteration": iteration})
+        self._run.log({**numbers, "iteration": iteration})
 
     def close(self) -> None:
         """Wait until all metrics are uploaded, and finish the wandb run."""
@@ -228,12 +228,12 @@ class SwanLab:
                 config=flat_settings(config),
             )
 
-    def write(self, split: str, iteration: int, numbers: Mapping[str, float]) -> None:
+    def write(self, iteration: int, numbers: Mapping[str, float]) -> None:
         """Log the numbers or texts of one row in one call."""
         row = {}
         for name, value in numbers.items():
             # Only the row of samples has texts, which `shows_texts` asks for.
-            row[f"{split}/{name}"] = self._text(value) if isinstance(value, str) else value
+            row[name] = self._text(value) if isinstance(value, str) else value
         self._run.log(row, step=iteration)
 
     def close(self) -> None:
@@ -272,9 +272,9 @@ class MLflow:
             for start in range(0, len(settings), 100):  # MLflow accepts at most 100 parameters per call
                 mlflow.log_params(dict(settings[start : start + 100]))
 
-    def write(self, split: str, iteration: int, numbers: Mapping[str, float]) -> None:
+    def write(self, iteration: int, numbers: Mapping[str, float]) -> None:
         """Log the numbers of one row in one call."""
-        self._mlflow.log_metrics({f"{split}/{name}": value for name, value in numbers.items()}, step=iteration)
+        self._mlflow.log_metrics(dict(numbers), step=iteration)
 
     def close(self) -> None:
         """End the MLflow run."""

@@ -36,10 +36,10 @@ class Writer(Protocol):
 
     def __init__(self, config: Config, run_dir: Path, iteration: int) -> None: ...
 
-    def write(self, split: str, iteration: int, numbers: Mapping[str, float]) -> None:
+    def write(self, iteration: int, numbers: Mapping[str, float]) -> None:
         """Write the numbers of one row.
 
-        split: `train`, `valid` or `test`. numbers: name of a metric -> value.
+        numbers: split, such as `train`, `valid` or `test`, and name of a metric, such as train/lm_loss -> value.
         """
 
     def close(self) -> None:
@@ -58,8 +58,8 @@ class MetricsWriter:
         self._writers: list[Writer] = []
         self._unwritten: list[str] = []  # lines of metrics.jsonl that could not be written yet
         self.is_paused = False  # True if the run has lost its run directory, in which it may not write then
-        # Name of a writer -> (split, iteration, numbers) of the rows that it does not have yet.
-        self._unsent: dict[str, list[tuple[str, int, dict[str, Any]]]] = {}
+        # Name of a writer -> (iteration, numbers) of the rows that it does not have yet.
+        self._unsent: dict[str, list[tuple[int, dict[str, Any]]]] = {}
         self._rows_at_start: set[tuple[str, int]] = set()  # arguments for which `has_row` returns True
         if active:
             self._path = Path(run_dir) / "metrics.jsonl"
@@ -119,18 +119,19 @@ class MetricsWriter:
             self._unwritten.append(line + "\n")
             self._append_lines(self._path)
         # Only the row of samples has texts, which writers get by their prompt. It has no numbers besides its iteration.
-        numbers = {sample["prompt"]: sample["text"] for sample in row.get("samples", ())}
+        split = row.get("split", "train")
+        numbers = {f"{split}/{sample['prompt']}": sample["text"] for sample in row.get("samples", ())}
         for name, value in row.items():
             if isinstance(value, (int, float)) and name != "iteration":
-                numbers[name] = value
+                numbers[f"{split}/{name}"] = value
         for layer, metrics in row.get("layers", {}).items():
             for name, value in metrics.items():
                 if value is not None:
-                    numbers[f"layers/{layer}/{name}"] = value
+                    numbers[f"{split}/layers/{layer}/{name}"] = value
         for writer in list(self._writers):  # a copy, as `_forward` removes a writer that fails
             can_show = "samples" not in row or getattr(writer, "shows_texts", False)
             if numbers and can_show:
-                entry = (row.get("split", "train"), row["iteration"], numbers)
+                entry = (row["iteration"], numbers)
                 self._unsent.setdefault(writer.name, []).append(entry)
                 self._forward(writer)
 
@@ -151,7 +152,7 @@ class MetricsWriter:
                 del unsent[:-MAX_WAITING_LINES]  # all but the newest
                 return
             self._writers.remove(writer)
-            tqdm.write(f"note: {writer.name} failed at iteration {unsent[0][1]}, so it gets no more metrics: {error}")
+            tqdm.write(f"note: {writer.name} failed at iteration {unsent[0][0]}, so it gets no more metrics: {error}")
 
     def _append_lines(self, path: Path) -> None:
         """Write all lines that could not be written yet; keep them for the next call if the file cannot be written."""

@@ -85,8 +85,8 @@ def test_a_run_that_has_lost_rows_of_metrics_fails(tmp_path: Path, monkeypatch: 
 
 def test_the_error_of_a_run_is_its_last_row(tmp_path: Path) -> None:
     """Only metrics.jsonl gets the row, and a resumed run removes it."""
-    others: list[str] = []
-    other: Any = SimpleNamespace(name="x", write=lambda split, *_: others.append(split), close=lambda: None)
+    others: list[int] = []
+    other: Any = SimpleNamespace(name="x", write=lambda iteration, _: others.append(iteration), close=lambda: None)
     writer = MetricsWriter(str(tmp_path), 0, True)
     writer.forward_to([other])
     writer.write({"split": "train", "iteration": 4, "consumed_samples": 8, "consumed_tokens": 64, "lm_loss": 1.0})
@@ -96,7 +96,7 @@ def test_the_error_of_a_run_is_its_last_row(tmp_path: Path) -> None:
     Run.__exit__(run, RunError, RunError("NaN in layer 1"), None)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert rows[1:] == [{"split": "end", "iteration": 4, "reason": "NaN in layer 1"}]
-    assert others == ["train"]
+    assert others == [4]
     MetricsWriter(str(tmp_path), 4, True)
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
 
