@@ -134,8 +134,7 @@ class NoPipeEngine:
                 "the model for detach(), item() and no_grad()"
             )
         loss_sum += loss.detach().double()
-        for name, value in self._aux().items():
-            aux[name] += torch.as_tensor(value, dtype=torch.float64, device=engine.device).detach()
+        self._add_aux(aux)
         return loss
 
     def _backward(self, loss: Tensor, scale: Tensor, last: bool) -> None:
@@ -202,8 +201,7 @@ class NoPipeEngine:
             aux: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros_like(loss))
             for batch in micro_batches:
                 loss += self._loss(engine.module, batch).double()
-                for name, value in self._aux().items():
-                    aux[name] += value
+                self._add_aux(aux)
             results = {"targets": _num_targets(counts).item(), "loss": self._sum_over_replicas(loss).item()}
             for name in self._require_same_names(aux, "evaluation"):
                 results[name] = self._sum_over_replicas(aux[name]).item()
@@ -239,11 +237,13 @@ class NoPipeEngine:
             )
         return names
 
-    def _aux(self) -> dict[str, Tensor]:
-        """Return name -> additional loss of the last micro-batch."""
+    def _add_aux(self, aux: defaultdict[str, Any]) -> None:
+        """Add the additional losses of the last micro-batch to `aux`, by name."""
         # For a model without this method, `dict()` is called instead, which returns no losses. The method may return
         # None.
-        return getattr(self.deepspeed.module, "get_additional_losses", dict)() or {}
+        losses: Mapping[str, Any] = getattr(self.deepspeed.module, "get_additional_losses", dict)() or {}
+        for name, value in losses.items():
+            aux[name] += torch.as_tensor(value, dtype=torch.float64, device=self.deepspeed.device).detach()
 
     def busy(self, timed: Mapping[str, float]) -> float:
         """Return the seconds of data reading and forward passes.
