@@ -1,7 +1,7 @@
 """Peak memory of one rank of each stage, divided into weights, gradients, activations and other kinds of tensors."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import groupby
 
 from tds.bucket_launch import BUCKET_BYTES, BYTES_PER_REPLICA
@@ -44,7 +44,7 @@ class Memory:
     @property
     def total(self) -> float:
         """Sum of all kinds in bytes."""
-        return float(sum(getattr(self, f.name) for f in fields(self)))
+        return float(sum(vars(self).values()))
 
 
 def moment_elements(count: Count, config: Config) -> int:
