@@ -59,18 +59,13 @@ def _from_sentencepiece(tokenizer: SentencePieceTokenizer) -> Any | None:
         if sp.normalize(text) != text.replace(" ", MARK):
             return None
     tokenizers = import_tokenizers()
-    pieces = []
-    scores = []
-    for i in range(sp.vocab_size()):
-        pieces.append(sp.id_to_piece(i))
-        scores.append(sp.get_score(i))
+    vocab = _scored_pieces(tokenizer)
     # Whether the model encodes unknown characters as bytes such as <0x0A>.
     byte_fallback = sp.is_byte(sp.piece_to_id(BYTES[0]))
     if facts.algorithm == "bpe":
-        bpe = _bpe_model(tokenizers, pieces, scores, pieces[sp.unk_id()], byte_fallback)
+        bpe = _bpe_model(tokenizers, vocab, sp.unk_id(), byte_fallback)
         hf_tokenizer = tokenizers.Tokenizer(bpe)
     else:
-        vocab = list(zip(pieces, scores, strict=True))
         unigram = tokenizers.models.Unigram(vocab, unk_id=sp.unk_id(), byte_fallback=byte_fallback)
         hf_tokenizer = tokenizers.Tokenizer(unigram)
         # If a text contains the characters <0x0A> or <unk>, split off "<", so that they do not become that token.
@@ -81,12 +76,18 @@ def _from_sentencepiece(tokenizer: SentencePieceTokenizer) -> Any | None:
     hf_tokenizer.decoder = decoders.Sequence([decoders.Replace(MARK, " "), decoders.ByteFallback(), decoders.Fuse()])
     # Both libraries match user-defined symbols before all other pieces. A symbol with a space is found only after
     # normalisation, which replaces each space by U+2581.
-    user_defined = [pieces[i] for i in facts.ids_of_type(USER_DEFINED)]
+    user_defined = [sp.id_to_piece(i) for i in facts.ids_of_type(USER_DEFINED)]
     has_space = MARK in "".join(user_defined)
     symbols = [tokenizers.AddedToken(piece, normalized=has_space) for piece in user_defined]
     hf_tokenizer.add_tokens(symbols)
     _add_specials(hf_tokenizer, tokenizer)
     return hf_tokenizer
+
+
+def _scored_pieces(tokenizer: SentencePieceTokenizer) -> list[tuple[str, float]]:
+    """Return (piece, score) of each id."""
+    sp = tokenizer._sp
+    return [(sp.id_to_piece(i), sp.get_score(i)) for i in range(sp.vocab_size())]
 
 
 def _add_specials(hf_tokenizer: Any, tokenizer: SentencePieceTokenizer) -> None:
@@ -111,7 +112,7 @@ def _from_mt5(tokenizer: SentencePieceTokenizer) -> Any | None:
     sp = tokenizer._sp
     facts = tokenizer.facts
     tokenizers = import_tokenizers()
-    vocab = [(sp.id_to_piece(i), sp.get_score(i)) for i in range(sp.vocab_size())]
+    vocab = _scored_pieces(tokenizer)
     for name, i in tokenizer.specials.items():
         vocab[i] = (name, sp.get_score(i))
     unigram = tokenizers.models.Unigram(vocab, unk_id=sp.unk_id(), byte_fallback=bool(facts.ids_of_type(BYTE)))
@@ -187,15 +188,17 @@ def _run_texts(tokenizer: SentencePieceTokenizer) -> Iterator[str]:
             yield f"1, 2 and 3: {repeated}\n" * 3
 
 
-def _bpe_model(tokenizers: Any, pieces: list[str], scores: list[float], unknown_piece: str, byte_fallback: bool) -> Any:
+def _bpe_model(tokenizers: Any, vocab: list[tuple[str, float]], unknown: int, byte_fallback: bool) -> Any:
     """Return a BPE model of the `tokenizers` library that merges pieces in the same order as sentencepiece.
 
     Sentencepiece always merges the two neighbours that together form the piece with the best score. The merges are
     therefore all splits of a piece into two pieces, sorted by the score of the whole piece.
+    vocab: (piece, score) of each id. unknown: id of the unknown piece.
     """
-    ids = {piece: i for i, piece in enumerate(pieces)}
-    by_score: dict[float, list[tuple[str, str]]] = {}
-    for piece, i in ids.items():
+    ids = {piece: i for i, (piece, _) in enumerate(vocab)}
+    merges = []
+    # The sort is stable, so pieces of equal score keep the order of their ids.
+    for piece in sorted(ids, key=lambda piece: vocab[ids[piece]][1], reverse=True):
         # Sentencepiece uses the pieces of bytes only for unknown characters and never merges to them.
         if piece in BYTES:
             continue
@@ -203,10 +206,8 @@ def _bpe_model(tokenizers: Any, pieces: list[str], scores: list[float], unknown_
             left = piece[:cut]
             right = piece[cut:]
             if left in ids and right in ids:
-                by_score.setdefault(scores[i], []).append((left, right))
-    merges = []
-    for score in sorted(by_score, reverse=True):
-        merges += by_score[score]
+                merges.append((left, right))
+    unknown_piece, _ = vocab[unknown]
     return tokenizers.models.BPE(ids, merges, unk_token=unknown_piece, byte_fallback=byte_fallback, fuse_unk=True)
 
 
