@@ -68,8 +68,9 @@ def find_start(config: Config, save_dir: str) -> Start:
             restore_replaced(to_path(save_dir))
             path = latest_checkpoint(to_path(save_dir))
     path = broadcast_from_rank_0(path)
-    wanted = Wanted.from_config(config, ignores_load(path, config, save_dir))
-    if ignores_load(path, config, save_dir):
+    is_load_ignored = ignores_load(path, config, save_dir)
+    wanted = Wanted.from_config(config, is_load_ignored)
+    if is_load_ignored:
         # The flags that leave out parts of the checkpoint of --load are ignored, too.
         flags = {
             f"--load {load}": True,
