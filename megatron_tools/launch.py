@@ -200,9 +200,8 @@ def _startup_timeout(arguments: Sequence[str]) -> int:
     The default replaces an invalid value, which the ranks will refuse.
     """
     from megatron.config import ParallelConfig
-    from megatron.config.command_line import config_file_paths, read_json
+    from megatron.config.command_line import values_of_files
     from megatron.config.flags import read_flags
-    from megatron.config.settings_files import parse_settings
 
     name = "startup_timeout_minutes"
     default = ParallelConfig.startup_timeout_minutes
@@ -210,8 +209,7 @@ def _startup_timeout(arguments: Sequence[str]) -> int:
         flags = read_flags(arguments)
         values = flags.settings
         if name not in values:
-            for path in config_file_paths(flags.files):
-                values |= parse_settings(read_json(path), path).values
+            values = values_of_files(flags.files)
         return max(int(float(values.get(name, default)) * 60), 1)
     return int(default * 60)
 

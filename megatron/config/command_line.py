@@ -89,6 +89,14 @@ def config_file_paths(names: Sequence[str]) -> list[str]:
         raise ConfigError(f"--config {error}") from None
 
 
+def values_of_files(names: Sequence[str]) -> dict[str, Any]:
+    """Return the settings in the files that --config names, as name -> value. A later file overrides an earlier one."""
+    values: dict[str, Any] = {}
+    for path in config_file_paths(names):
+        values |= parse_settings(read_json(path), path).values
+    return values
+
+
 def _command_line_problems(config: Config, script_family: str | None) -> list[str]:
     """Return the problems that are refused only on a command line, as config.json of older checkpoints may have them.
 

@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from .command_line import config_file_paths, parse
+from .command_line import parse, values_of_files
 from .defaults import DEFAULTS
 from .flags import read_flags
 from .names import replace_renamed_flags
 from .parallel import accept_any_schedule
 from .sections import Config
-from .settings_files import parse_settings, read_json
 
 
 def parse_any_family(argv: Sequence[str], ranks: int = 1) -> Config:
@@ -33,8 +32,5 @@ def _named_family(argv: Sequence[str]) -> str:
     """Return the family that --family, or else the last --config file with a family, names; gpt2 if none does."""
     words, _ = replace_renamed_flags(argv)
     flags = read_flags(words)
-    family = None
-    for path in config_file_paths(flags.files):
-        family = parse_settings(read_json(path), path).values.get("family", family)
-    family = flags.settings.get("family", family)
+    family = (values_of_files(flags.files) | flags.settings).get("family")
     return family if family in DEFAULTS else "gpt2"  # `parse` refuses an unknown family, None stands for GPT-2

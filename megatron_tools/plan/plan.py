@@ -1,18 +1,16 @@
 """The work of tools/plan.py, whose flags are in plan_flags.py."""
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from data_utils.cli import new_figure, save_figure
 from megatron.config import SECTIONS, Config
-from megatron.config.command_line import config_file_paths, parse, read_json, with_values
+from megatron.config.command_line import parse, read_json, values_of_files, with_values
 from megatron.config.defaults import DEFAULTS
 from megatron.config.ds_config import enabled_formats
 from megatron.config.flags import read_flags
 from megatron.config.names import replace_renamed_flags
-from megatron.config.settings_files import parse_settings
 from megatron.config.source import new_source
 from megatron.estimate.sizes import parameters
 from megatron.training.console import format_count
@@ -23,14 +21,6 @@ from .report import MEMORY_KINDS, explain_layout, layout_table
 from .scripts import doctor_command, write_files
 
 DEFAULT_VOCABULARIES = {"gpt2": 50257, "llama": 128256, "t5": 32128}
-
-
-def _family_in_files(names: Sequence[str]) -> str | None:
-    """Return the model family that --config files name, or None. A later file overrides an earlier one."""
-    family = None
-    for path in config_file_paths(names):
-        family = parse_settings(read_json(path), path).values.get("family") or family
-    return family
 
 
 def run_settings(args: argparse.Namespace, cluster: Cluster) -> Config:
@@ -52,7 +42,7 @@ def run_settings(args: argparse.Namespace, cluster: Cluster) -> Config:
     # Several chunks of layers need the schedule `interleaved`, which is chosen unless the user names one.
     if given.get("virtual_pipeline_size", 1) > 1 and "pipeline_schedule" not in given:
         argv += ["--pipeline-schedule", "interleaved"]
-    family = given.get("family", _family_in_files(flags.files))
+    family = (values_of_files(flags.files) | given).get("family")
     config = parse(argv, DEFAULTS.get(str(family)), ranks=args.devices, notify=_print_note)
     values: dict[str, Any] = {}
     if config.model.vocab_size is None:
