@@ -45,16 +45,15 @@ def check_corpora(config: Config, tokenizer: Any, quick: bool) -> Findings:
         yield from _check_tokenizer(prefix, dataset_of_ids, config, tokenizer)
         if not are_masked:
             yield from _check_tokens(prefix, datasets[0], config)
-        yield from _check_content(prefix, quick)
+        if not quick:
+            yield from _check_content(prefix)
 
 
-def _check_content(prefix: str, quick: bool) -> Findings:
-    """Compare a corpus with the checksums in its sidecar and look for holes, unless `quick` is set."""
+def _check_content(prefix: str) -> Findings:
+    """Compare a corpus with the checksums in its sidecar and look for holes."""
     from megatron.data.damage import find_problems
     from megatron.data.fingerprints import made_with
 
-    if quick:
-        return
     try:
         problem = next(find_problems(prefix, made_with(prefix)), None)
     except ValueError:
@@ -96,10 +95,11 @@ def _check_tokenizer(prefix: str, dataset: Any, config: Config, tokenizer: Any) 
             yield failed("tokenizer of the data", f"{prefix}.bin {end_difference}", remedy)
             return
         yield ok("tokenizer of the data", f"SHA-256 {tokenizer.fingerprint[:12]}")
-    if sidecar is not None and (problem := missing_ends(sidecar, config)):
-        yield failed("ends of documents", f"{prefix}.bin {problem}", REMEDY)
-    if sidecar is not None and (note := note_on_objective(sidecar, config)):
-        yield warning("objective of the data", f"{prefix}.bin {note}", "pass --objective sft")
+    if sidecar is not None:
+        if problem := missing_ends(sidecar, config):
+            yield failed("ends of documents", f"{prefix}.bin {problem}", REMEDY)
+        if note := note_on_objective(sidecar, config):
+            yield warning("objective of the data", f"{prefix}.bin {note}", "pass --objective sft")
     size = vocabulary_size(config, tokenizer)
     if size is None or dataset is None:
         return
