@@ -190,7 +190,7 @@ def backward_working(shapes: Shapes, layer: Layer) -> float:
     hidden = 2 * shapes.hidden(tokens)  # gradients of the residual connection and of the branch beside it
     # The backward pass of a norm in 16 bits has its input, its gradient and the result in fp32.
     norm_bytes = 3 * tokens * m.hidden_size * 4 / shapes.sequence_shards if width < 4 else 0.0
-    other_bytes = max(norm_bytes, _bias_working(shapes, layer), _dropout_working(shapes, layer))
+    other_bytes = max(norm_bytes, _scores_working(shapes, layer))
     if not layer.routes:
         mlp_bytes = tokens * m.ff_size * _inner_gradients(shapes) / shapes.ranks * width
         return hidden + max(mlp_bytes, other_bytes)
@@ -207,36 +207,23 @@ def backward_working(shapes: Shapes, layer: Layer) -> float:
     return hidden + max(row_bytes, shared_bytes, other_bytes) + weight_copies
 
 
-def _dropout_working(shapes: Shapes, layer: Layer) -> float:
-    """Return the bytes of temporary scores in the backward pass of attention with dropout on a CPU.
+def _scores_working(shapes: Shapes, layer: Layer) -> float:
+    """Return the bytes of temporary scores in the backward pass of attention on a CPU.
 
-    They are a gradient, and with --checkpoint-attention the three tensors that attention with dropout keeps.
+    With dropout they are a gradient, and with --checkpoint-attention the three tensors that attention with dropout
+    keeps. With a relative bias and no dropout, they are six tensors of the scores of one sample, at least in fp32.
     """
     m = shapes.config.model
-    if shapes.accelerated or not m.attention_dropout:
+    if shapes.accelerated:
         return 0.0
     batch_size = shapes.config.train.batch_size
     length = shapes.layer_tokens(layer) // batch_size
-    context = shapes.config.parallel.context_parallel_size
-    num_scores = batch_size * m.num_attention_heads / shapes.ranks * length**2 * context * _visible_share(context)
-    tensors = 4 if m.checkpoint_attention else 1
-    return tensors * num_scores * shapes.matmul_width
-
-
-def _bias_working(shapes: Shapes, layer: Layer) -> float:
-    """Return the bytes of temporary scores while a CPU computes the gradients of attention with a relative bias.
-
-    They are six tensors of the scores of one sample, at least in fp32; with dropout, one of the scores of all samples.
-    """
-    m = shapes.config.model
-    if m.position_embedding != "relative" or shapes.accelerated:
-        return 0.0
-    batch_size = shapes.config.train.batch_size
-    length = shapes.layer_tokens(layer) // batch_size
-    scores = m.num_attention_heads / shapes.ranks * length**2
+    scores = m.num_attention_heads / shapes.ranks * length**2  # of a sample
     if m.attention_dropout:
-        return batch_size * scores * shapes.matmul_width
-    return 6 * scores * max(shapes.width, 4)
+        context = shapes.config.parallel.context_parallel_size
+        tensors = 4 if m.checkpoint_attention else 1
+        return tensors * batch_size * scores * context * _visible_share(context) * shapes.matmul_width
+    return 6 * scores * max(shapes.width, 4) if m.position_embedding == "relative" else 0.0
 
 
 def deferred_grad_bytes(shapes: Shapes, layers: Sequence[Layer]) -> float:
