@@ -135,9 +135,14 @@ class Checker(threading.Thread):
     def _compare(self, file: CorpusFile, block: Block) -> bool:
         """Compare a block; return False if the cache lacks a part of it."""
         begin = time.monotonic()
-        pieces = _read_cached(file.cache, block) if file.cache else block.read_pieces()
-        if pieces is None:
-            return False
+        pieces = block.read_pieces()
+        if file.cache:
+            from ..data.remote_tokens import cached_pieces
+
+            cached = cached_pieces(file.cache, block.begin, block.end)
+            if cached is None:
+                return False
+            pieces = _read_pieces(cached)
         damage = block.find_error(pieces)
         if damage:
             advice = f"; {file.advice}"
@@ -200,14 +205,6 @@ def _files_of_rank(
             rank_blocks = file.blocks[sharers.index(rank) :: len(sharers)]
             shares.append(file._replace(blocks=rank_blocks))
     return shares
-
-
-def _read_cached(cache: Path, block: Block) -> Iterator[bytes] | None:
-    """Return the content of a block from the cache of its object; None if the cache lacks a part of it."""
-    from ..data.remote_tokens import cached_pieces
-
-    pieces = cached_pieces(cache, block.begin, block.end)
-    return None if pieces is None else _read_pieces(pieces)
 
 
 def _read_pieces(pieces: Sequence[tuple[Path, int, int]]) -> Iterator[bytes]:
