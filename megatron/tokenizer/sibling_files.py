@@ -199,10 +199,14 @@ def read_tokenizer_class(path: Path) -> str:
     return str(class_name or "").removesuffix("Fast")
 
 
+def token_ids_in(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of `content` that name token ids, such as bos_token_id."""
+    return {key: content[key] for key in TOKEN_ID_KEYS if key in content}
+
+
 def read_token_ids(path: Path) -> dict[str, Any]:
     """Return the entries of config.json that name token ids, such as bos_token_id."""
-    content = _read_beside(path, "config.json")
-    return {key: content[key] for key in TOKEN_ID_KEYS if key in content}
+    return token_ids_in(_read_beside(path, "config.json"))
 
 
 def read_eos_ids(path: Path) -> int | list[int] | None:

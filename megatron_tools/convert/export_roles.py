@@ -10,13 +10,13 @@ from typing import Any
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.base import read_object
 from megatron.tokenizer.sibling_files import (
-    TOKEN_ID_KEYS,
     read_eos_ids,
     read_generation_config,
     read_token_ids,
     read_tokenizer_class,
     read_tokenizer_config,
     special_token_roles,
+    token_ids_in,
 )
 
 Content = dict[str, Any]  # the content of a JSON file
@@ -123,17 +123,13 @@ def _splits_like_qwen2(vocab_path: Path) -> bool:
     return bool(pattern.get("Regex") == QWEN2_WORDS)
 
 
-def _trained_ids(trained: Mapping[str, Any]) -> Content:
-    return {key: trained[key] for key in TOKEN_ID_KEYS if key in trained}
-
-
 def special_token_ids(trained: Mapping[str, Any], tokenizer: Tokenizer, vocab_path: Path, is_t5: bool) -> Content:
     """Return the special-token ids for config.json, such as {"eos_token_id": 1}.
 
     trained: the ids used in training, under the same keys.
     """
     source_ids = read_token_ids(vocab_path)
-    ids = _trained_ids(trained)
+    ids = token_ids_in(trained)
     source_end = source_ids.get("eos_token_id")
     # The source may list several end ids. Its entry is kept only if it contains the id used in training.
     if source_end == tokenizer.eod or (isinstance(source_end, list) and tokenizer.eod in source_end):
@@ -161,7 +157,7 @@ def roles_without_tokenizer(config_path: Path, trained_ids: Mapping[str, Any]) -
     The ids (eos_token_id, ...) belong in config.json. The generation settings are the content of
     generation_config.json.
     """
-    ids = _trained_ids(trained_ids) | read_token_ids(config_path)
+    ids = token_ids_in(trained_ids) | read_token_ids(config_path)
     generation_json = ids | read_generation_config(config_path)
     return ids, generation_json
 
