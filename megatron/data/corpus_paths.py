@@ -123,13 +123,14 @@ def corpus_uses(paths: Paths) -> Iterator[CorpusUse]:
             for name, blend in parse_named_sets(words, part).items():
                 for weight, prefix in _parse_distinct(blend):
                     yield CorpusUse((part,), name, weight, prefix, is_split=False)
-    elif isinstance(paths, StagedCorpora):
-        # The stages give the training data, so the corpora of --data-path give only the other two parts.
-        for weight, prefix in _parse_distinct(paths.held_out or ()):
-            yield CorpusUse(("valid", "test"), "", weight, prefix, is_split)
     else:
+        parts: tuple[str, ...] = PARTS
+        if isinstance(paths, StagedCorpora):
+            # The stages give the training data, so the corpora of --data-path give only the other two parts.
+            parts = ("valid", "test")
+            paths = paths.held_out or ()
         for weight, prefix in _parse_distinct(paths):
-            yield CorpusUse(PARTS, "", weight, prefix, is_split)
+            yield CorpusUse(parts, "", weight, prefix, is_split)
 
 
 def stages_in(paths: Paths) -> tuple[Stage, ...]:
