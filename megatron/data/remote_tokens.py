@@ -193,14 +193,13 @@ class RemoteTokens:
         """
         with contextlib.suppress(OSError):  # if somebody has deleted the folder, mapped files can still be read
             mtime = os.stat(self._folder).st_mtime_ns
-            if mtime != self._folder_mtime and self._has_deleted_files():
-                self._reset_region()
+            if mtime != self._folder_mtime:
+                were_deleted = (_inode(self._folder / str(n)) != inode for n, inode in self._files.items())
+                if any(were_deleted):
+                    self._reset_region()
             self._folder_mtime = mtime
         # If all blocks are mapped, the plain array needs no check in __getitem__.
         return self._mapped_tokens if self._readable.count(1) == self._blocks else self
-
-    def _has_deleted_files(self) -> bool:
-        return any(_inode(self._folder / str(n)) != inode for n, inode in self._files.items())
 
     def release_pages(self) -> None:
         """Release the resident pages of all mapped files."""
