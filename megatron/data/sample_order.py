@@ -223,7 +223,6 @@ class Windows:
         self._vocab_size = vocab_size or 0
         self._is_signed = limits.min < 0
         self._documents_read = 0  # documents read since the last release of pages
-        self._is_large = len(documents) > SMALL_EPOCH
         sizes = partial(indexed.document_sizes, documents)
         self.order = SampleOrder(sizes, length, seed, stream, overlap, folder=indexed.orders_folder)
 
@@ -234,6 +233,7 @@ class Windows:
         pieces = self.order.pieces(n)
         self._documents_read += len(pieces)
         if self._documents_read > RELEASE_INTERVAL:
+            self._documents_read = 0
             self._release_mapped()
         texts = []
         sizes = []
@@ -250,9 +250,8 @@ class Windows:
 
     def _release_mapped(self) -> None:
         """Release what reading has mapped: reading one place of a large file keeps 64 kB or more of it in memory."""
-        self._documents_read = 0
         self._indexed.refresh()  # the files of a corpus in object storage
-        if not self._is_large:  # its index takes little memory
+        if self.order.documents <= SMALL_EPOCH:  # its index takes little memory
             return
         self.order.release_pages()
         for array in (self._indexed.tokens, self._indexed.sizes):
