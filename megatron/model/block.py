@@ -154,6 +154,7 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, name: str, branches: int, causal: bool = True) -> None:
         super().__init__()
+        self.config = config
         is_decoder = self.stack_index == 1  # stack 0 is the encoder, or the only stack
         output_std = config.output_std(branches, config.width_factor, is_decoder)
         self.branch_factor = config.decoder_branch_factor if is_decoder else config.branch_factor

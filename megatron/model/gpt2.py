@@ -21,26 +21,28 @@ from .masks import no_documents
 class LanguageModel(LayerStack):
     """Language model without a pipeline: this rank's shard of every layer, and the loss.
 
-    list_layers: function (settings, vocabulary size) -> layers.
+    list_layers: function (settings, vocabulary size) -> layers, which a subclass sets.
     parallel_output: leave logits sharded over the model-parallel ranks, [b, s, v/t] with padding, as the loss
     expects them. Otherwise gather them and remove the padding, [b, s, v].
     own: indices of the layers to build, None for all (see LayerStack). is_text: maps labels to a mask of those that
     are text (see TokenLoss).
     """
 
+    list_layers: Callable[[Config, int], list[Layer]]
+
     def __init__(
         self,
-        list_layers: Callable[[Config, int], list[Layer]],
         config: Config,
-        parallel_output: bool,
-        own: Container[int] | None,
+        parallel_output: bool = True,
+        own: Container[int] | None = None,
         is_text: IsText | None = None,
     ) -> None:
         vocab_size = vocab_size_of(config)
-        super().__init__(list_layers(config, vocab_size), config.train.seed, config.recomputed_layers, own)
+        super().__init__(self.list_layers(config, vocab_size), config.train.seed, config.recomputed_layers, own)
         self.vocab_size = vocab_size
         self.parallel_output = parallel_output
         self.axis = mpu.get_mesh().model
+        self.context = mpu.context_axis()
         self.loss_fn: TokenLoss = TokenLoss.from_config(config, vocab_size, is_text)
 
     def compute(
@@ -68,9 +70,7 @@ class LanguageModel(LayerStack):
 class GPT2Model(LanguageModel):
     """GPT-2 without a pipeline. parallel_output, own: see LanguageModel."""
 
-    def __init__(self, config: Config, parallel_output: bool = True, own: Container[int] | None = None) -> None:
-        super().__init__(gpt2_layers, config, parallel_output, own)
-        self.context = mpu.context_axis()
+    list_layers = staticmethod(gpt2_layers)
 
     def forward(
         self,

@@ -10,7 +10,7 @@ Shapes: q decoder sequence, k encoder sequence, s either, b batch, h hidden, v v
 ranks.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,6 @@ from .cross_attention import Encoded, build_cross_attention
 from .gpt2 import LanguageModel
 from .gpt2_layers import ModelStart, StackNorm, WordEmbedding, output_layer
 from .layers import Layer
-from .loss import IsText
 from .masks import document_scope, no_documents, positions_in_documents
 from .relative import RelativePositions, position_bias
 from .routing import with_router_loss
@@ -113,7 +112,6 @@ class EncoderBlock(TransformerLayer):
 
     def __init__(self, config: ModelConfig, name: str) -> None:
         super().__init__(config, name, branches=2 * config.num_layers, causal=False)
-        self.config = config
 
     def forward(self, inputs: Tensors) -> Tensors:
         """Run the layer on (hidden [k, b, h], decoder tokens [b, q], encoder ids, decoder ids, loss, table).
@@ -141,7 +139,6 @@ class DecoderBlock(TransformerLayer):
 
     def __init__(self, config: ModelConfig, name: str) -> None:
         super().__init__(config, name, branches=3 * config.decoder_layers)
-        self.config = config
 
     def build_cross_sublayer(self, config: ModelConfig, name: str, output_std: float) -> None:
         """Build the cross-attention with its norm and its dropout."""
@@ -247,14 +244,7 @@ def _stack_layers(
 class T5Model(LanguageModel):
     """T5 without a pipeline. parallel_output, own, is_text: see LanguageModel."""
 
-    def __init__(
-        self,
-        config: Config,
-        parallel_output: bool = True,
-        own: Container[int] | None = None,
-        is_text: IsText | None = None,
-    ) -> None:
-        super().__init__(t5_layers, config, parallel_output, own, is_text)
+    list_layers = staticmethod(t5_layers)
 
     def forward(
         self,
