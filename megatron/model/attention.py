@@ -49,6 +49,7 @@ class Attention(nn.Module):
         self.kernel: Kernel = attend
         self.stream = mpu.Stream(self.rng, stream, split=True)  # each rank draws for its own heads
         self.recompute = config.checkpoint_attention
+        self.recomputes_qkv = "qkv" in config.recompute_modules  # see recomputed_attention.py
         self.make_call = partial(
             AttentionArgs,
             causal=causal,
@@ -56,7 +57,7 @@ class Attention(nn.Module):
             stream=self.stream,
             allow_per_document="document-attention" not in config.reference_ops,
             allow_fused_bias="biased-attention" not in config.reference_ops,
-            may_copy_qkv="qkv" not in config.recompute_modules,
+            may_copy_qkv=not self.recomputes_qkv,
         )
         self.dense = mpu.RowParallelLinear(
             config.num_attention_heads * config.head_size,

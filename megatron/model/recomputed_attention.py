@@ -4,12 +4,10 @@ Shapes: s or q query tokens, k key tokens, b batch, h hidden.
 """
 
 import functools
-from typing import Any
 
 from torch import Tensor
 
 from megatron import mpu
-from megatron.config import ModelConfig
 
 from .attention import SelfAttention, split_heads
 from .attention_kernels import Mask
@@ -38,10 +36,6 @@ def recomputed_self_attention(attention_class: type[SelfAttention]) -> type[Self
     """Return the class `attention_class` with a forward pass that saves recipes."""
 
     class Recomputed(attention_class):  # type: ignore[valid-type,misc]
-        def __init__(self, config: ModelConfig, *args: Any, **kwargs: Any) -> None:
-            super().__init__(config, *args, **kwargs)
-            self.recomputes_qkv = "qkv" in config.recompute_modules
-
         def forward(
             self,
             hidden: Tensor,
@@ -72,10 +66,6 @@ def recomputed_self_attention(attention_class: type[SelfAttention]) -> type[Self
 
 class RecomputedCrossAttention(CrossAttention):
     """Cross-attention whose queries, keys and values are recomputed."""
-
-    def __init__(self, config: ModelConfig, name: str, output_std: float) -> None:
-        super().__init__(config, name, output_std)
-        self.recomputes_qkv = "qkv" in config.recompute_modules
 
     def forward(
         self,
