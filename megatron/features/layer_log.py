@@ -71,22 +71,19 @@ class LayerLog(Feature):
         self._norms = StepNorms(self._engine, index_of_parameter, len(self.names), first_replica=mesh.data.rank == 0)
 
         # Attention logits; `before_step` sets the tensors for them and for activations.
-        compiled = any(map(is_compiled, model.modules()))
-        self._attentions = [] if compiled else list(self._attention_modules())
-        if compiled:
+        self._attentions: list[tuple[int, Any]] = []  # (index of its layer, module) of each attention of this stage
+        if any(map(is_compiled, model.modules())):
             print_rank_0(
                 "note: --log-layers leaves out attention logits, as layers are compiled; --no-compile logs them"
             )
+        else:
+            for name, layer in self._layers.items():
+                for module in layer.modules():
+                    if isinstance(module, Attention):
+                        self._attentions.append((self._layer_index[name], module))
         self._text_mask: Tensor | None = None  # bool [b, q]: queries of the current layer that are text; None: all
         self._is_measuring = False
         self.metrics: dict[str, Metrics] = {}
-
-    def _attention_modules(self) -> Any:
-        """Yield (index of its layer, module) of each attention of this stage; nothing if the model has no layers."""
-        for name, layer in self._layers.items():
-            for module in layer.modules():
-                if isinstance(module, Attention):
-                    yield self._layer_index[name], module
 
     def before_step(self, iteration: int) -> None:
         """Prepare to measure the iteration if it ends with a log line."""
