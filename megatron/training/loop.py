@@ -1,7 +1,5 @@
 """The training loop, which calls the parts of a run around each iteration."""
 
-from collections.abc import Callable
-
 from tqdm import tqdm
 
 from .. import mpu
@@ -43,7 +41,11 @@ def train(run: Run) -> None:
     disable = None if is_rank_0() else True  # None: disabled if the output is no terminal
     bar = tqdm(total=train_iters, initial=min(state.iteration, train_iters), disable=disable, unit="it", leave=False)
     # This starts the data workers, on purpose before `run.signals` changes the signal handlers.
-    batches = _open_batches(run, should_skip) if state.iteration < train_iters else None
+    batches: Batches | None = None
+    if state.iteration < train_iters:
+        batches = read_batches(run.datasets[0], run.config, state.consumed_samples, should_skip, run.micro_batches)
+        for feature in run.features:
+            batches = feature.batches(batches)
     with bar, run.signals, run.features.running(run), saves:
         while state.iteration < train_iters and not run.stop:
             for part in parts:
@@ -77,14 +79,6 @@ def _collect_parts(run: Run) -> tuple[list[Feature], Saves]:
     before_log = [feature for feature in run.features if not feature.after_log]
     after_log = [feature for feature in run.features if feature.after_log]
     return [places, *before_log, ReplicaChecks(run), run.log, Evaluations(run), *after_log, saves], saves
-
-
-def _open_batches(run: Run, should_skip: Callable[[int], bool] | None) -> Batches | None:
-    """Return the iterator over the micro-batches of the remaining iterations; None on a rank that reads no data."""
-    batches = read_batches(run.datasets[0], run.config, run.state.consumed_samples, should_skip, run.micro_batches)
-    for feature in run.features:
-        batches = feature.batches(batches)
-    return batches
 
 
 def _advance_state(run: Run) -> SampleRange:
