@@ -29,7 +29,7 @@ from megatron_tools.shapes import config_of_checkpoint
 from ..convert.hf_folder import HFModelFolder, is_hf_folder
 from .generation import Stages
 from .prompts import as_json, check_prompt_flags, prompt_encoder, read_prompts
-from .questions import Conversation, Prompt, Question, decode_answer
+from .questions import Conversation, Question, decode_answer
 from .writer import OnTokens, Writer, write_all
 
 
@@ -110,27 +110,21 @@ def token_printer(tokenizer: Tokenizer, question: Question) -> OnTokens:
 
 
 def print_texts(writer: Writer, args: argparse.Namespace) -> None:
-    """Print the generated texts of each prompt after they are complete."""
+    """Print the generated texts of each prompt after they are complete: in one line each for --input and --json."""
     # Other prompts come one by one, and each is answered before the next is read.
     batch_size = args.batch_size if args.input else 1
     for prompt, texts in write_all(writer, read_prompts(args), args, batch_size):
         if is_rank_0():
+            prompt_fields = as_json(prompt) if args.input else {}
             for text in texts:
-                _print_text(prompt, text, args)
+                line = text.replace("\n", " ") if args.input else text
+                if args.json:
+                    line = json.dumps({**prompt_fields, "text": text}, ensure_ascii=False)
+                print(line, flush=True)
         if args.top_lift:
             line = writer.top_lift(writer.question(prompt), args.top_lift)
             if is_rank_0():
                 print(f"    {line}", flush=True)
-
-
-def _print_text(prompt: Prompt, text: str, args: argparse.Namespace) -> None:
-    """Print a text: in one line for --input, with its prompt in JSON."""
-    if args.json:
-        prompt_fields = as_json(prompt) if args.input else {}
-        line = json.dumps({**prompt_fields, "text": text}, ensure_ascii=False)
-    else:
-        line = text.replace("\n", " ") if args.input else text
-    print(line, flush=True)
 
 
 def stream_texts(writer: Writer, args: argparse.Namespace) -> None:
