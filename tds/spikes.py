@@ -81,10 +81,9 @@ class SpikeGuard:
         self._is_norm_checked = True
         if math.isfinite(global_loss) and math.isfinite(self.norm):
             losses = [each for each, _ in self.recent]
-            self.spike = self._find_spike("loss", global_loss, losses)
-            if self.spike is None:
-                norms = [each for _, each in self.recent]
-                self.spike = self._find_spike("gradient norm", self.norm, norms)
+            norms = [each for _, each in self.recent]
+            loss_spike = self._find_spike("loss", global_loss, losses)
+            self.spike = loss_spike or self._find_spike("gradient norm", self.norm, norms)
             if self.spike is None:
                 self.recent.append((global_loss, self.norm))
         if self.spike is None:
