@@ -53,13 +53,9 @@ class _PipelineProbe(Engine):
     is_gradient_accumulation_boundary = StockPipelineEngine.is_gradient_accumulation_boundary
     pipeline_enable_backward_allreduce, _force_grad_boundary = True, False
 
-    def prepare(self: Any) -> None:
-        """Turn off the engine's own reduction, as a pipeline engine does."""
-        self.enable_backward_allreduce = False
-        self.using_bf16_optimizer = isinstance(self.optimizer, BF16_Optimizer)
-
     def run_step(self: Any, factor: float, micros: int) -> None:
         """Take one optimizer step of `micros` micro-batches, with the calls of PipelineEngine and Bf16Reduction."""
+        self.using_bf16_optimizer = isinstance(self.optimizer, BF16_Optimizer)
         for _ in range(micros):
             loss = self.module(factor)
             if self.using_bf16_optimizer:
@@ -126,10 +122,8 @@ def _measure_gradient(
         mpu=engine.mpu,
         dist_init_required=False,
     )
-    if pipeline:
-        probe.prepare()
-    elif own_reduction:
-        disable_reduction(probe)  # as the caller has done in `engine`
+    if pipeline or own_reduction:
+        disable_reduction(probe)  # as a pipeline engine does, or the caller has done in `engine`
     probe.run_step(factor, settings["gradient_accumulation_steps"])
     gradient = -get_weight(model.weight)[0].item()
     probe.destroy()
