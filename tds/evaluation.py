@@ -71,9 +71,7 @@ def eval_result(engine: Any, loss: Tensor | None, reduce_output: str | None, bca
     loss: the loss over all micro-batches and replicas, a scalar; None if `eval_batch` returns outputs instead.
     """
     has_mean_loss = loss is not None and reduce_output
-    if has_mean_loss and bcast_loss:
-        return loss
-    if not engine.is_last_stage():
+    if not engine.is_last_stage() and not (has_mean_loss and bcast_loss):
         return None
     if has_mean_loss:
         return loss
