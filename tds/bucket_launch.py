@@ -119,11 +119,11 @@ class BucketLauncher:
 
     def reset(self) -> None:
         """Prepare for a new step; the previous one may have ended in an error."""
-        self._launched = set[ReducibleBucket]()  # buckets whose reductions of this step's gradients have started
         # Number of gradients that each weight has received so far in this step's last backward pass.
         self._counts: Counter[nn.Parameter] = Counter()
         self._armed_chunks: set[int] = set()  # chunks whose last backward pass of this step has begun or ended
-        self._pending = deque(self._buckets)  # the other buckets, in the order of reduction
+        # Buckets whose reductions of this step's gradients have not started, in the order of reduction.
+        self._pending = deque(self._buckets)
 
     def arm(self, chunk: int = 0) -> None:
         """Mark the next backward pass as the one that gives this chunk's weights their last gradients of the step."""
@@ -132,7 +132,7 @@ class BucketLauncher:
     def finish(self) -> None:
         """Reduce the remaining buckets and wait until all buckets are reduced."""
         while self._pending:
-            self._reduce_next()
+            self._pending.popleft().reduce()
         for bucket in self._buckets:
             bucket.wait()
         self._expected = self._counts  # for the next step
@@ -147,7 +147,7 @@ class BucketLauncher:
     def add_gradient(self, parameter: nn.Parameter, add: Callable[[nn.Parameter], None]) -> None:
         """Add a gradient to its bucket by calling `add`. Raises RuntimeError if the bucket's reduction has started."""
         bucket = self._bucket_of[parameter]
-        if bucket in self._launched:
+        if bucket not in self._pending:
             raise RuntimeError(
                 f"a gradient of a weight of shape {tuple(parameter.shape)} arrived after its bucket was reduced over "
                 "the replicas: the weight is used more often than in the previous step. Turn the overlap of reduction "
@@ -157,7 +157,7 @@ class BucketLauncher:
         if self._chunk_of.get(parameter, 0) in self._armed_chunks:
             self._counts[parameter] += 1
             while self._pending and self._is_complete(self._pending[0]):
-                self._reduce_next()
+                self._pending.popleft().reduce()  # all replicas reduce the buckets in this order
 
     def _is_complete(self, bucket: ReducibleBucket) -> bool:
         """Return whether the bucket has all its expected gradients.
@@ -174,9 +174,3 @@ class BucketLauncher:
             if has_hooks(p) != (p in self._hooked):
                 return False
         return True
-
-    def _reduce_next(self) -> None:
-        """Start the reduction of the next bucket. All replicas reduce the buckets in this order."""
-        bucket = self._pending.popleft()
-        self._launched.add(bucket)
-        bucket.reduce()
