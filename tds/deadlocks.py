@@ -202,11 +202,9 @@ class StageGraph:
         boundary, to_next, _ = link
         queue = self.rules.queue(boundary, self.stages, to_next)
         name = f"{kind.__name__}({micro_chunk.micro}) of stage {self.stage}"
-        previous_end = None
+        start, end = self._submit(name, self._last_in_queue.get(queue))
         if queue is not None:  # else the message does not wait for others
-            previous_end = self._last_in_queue.get(queue)
-        start, end = self._submit(name, previous_end)
-        self._last_in_queue[queue] = end
+            self._last_in_queue[queue] = end
         self.message_events[link, kind in SENDS] = start, end
         return end
 
