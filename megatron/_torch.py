@@ -8,7 +8,7 @@ import contextlib
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,22 @@ def onednn_pack(weight: Tensor, rows: int) -> Tensor:
     Only `onednn_linear` can read the result.
     """
     return torch.ops.mkldnn._reorder_linear_weight(weight, rows)  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def onednn_matmuls(wanted: bool) -> Iterator[None]:
+    """Run torch.bmm in oneDNN, if `wanted`, for fp32 matrices that hold bf16 values or will be rounded to bf16.
+
+    oneDNN may round the factors to bf16 and sums in fp32; it rounds where this is faster, as on CPUs with AMX.
+    """
+    settings: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    given = settings.fp32_precision
+    if wanted:
+        settings.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = given
 
 
 def emulates_matmul(dtype: torch.dtype) -> bool:

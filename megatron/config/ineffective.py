@@ -76,7 +76,8 @@ def _computed_operations(config: Config) -> set[str]:
         "cross-entropy": True,
         "rms-norm": m.normalization == "rmsnorm" or m.qk_norm,
         "rope": m.position_embedding == "rope",
-        "biased-attention": m.position_embedding == "relative",
+        # attention in blocks, which a CPU uses for a bias and in bf16
+        "biased-attention": m.position_embedding == "relative" or config.train.dtype == "bf16",
         "relative-positions": m.position_embedding == "relative",
         "document-attention": separates_documents or config.is_t5,
         m.activation: True,

@@ -35,7 +35,7 @@ def flash_attention(
     return out
 
 
-def _empty_like_linear(like: Tensor) -> Tensor:
+def empty_like_linear(like: Tensor) -> Tensor:
     """Return an empty tensor [b, n, s, d] like `like`, stored as [s, b, n, d], the layout of the linear layers."""
     b, n, s, d = like.shape
     return like.new_empty(s, b, n, d).permute(1, 2, 0, 3)
@@ -49,7 +49,7 @@ class _FlashAttention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float, axis: mpu.Axis | None
     ) -> Tensor:
         sums_dtype = torch.promote_types(query.dtype, torch.float32)
-        out = _empty_like_linear(query)
+        out = empty_like_linear(query)
         log_sums = query.new_empty(query.shape[:3], dtype=sums_dtype)
         keys, values = repeat_heads(query, *gather_kv_without_grad(key, value, axis))
         for piece in pieces.items:
@@ -77,9 +77,9 @@ class _FlashAttention(torch.autograd.Function):
         query, key, value, out, log_sums = ctx.saved_tensors
         pieces: Pieces = ctx.pieces
         keys, values = repeat_heads(query, *gather_kv_without_grad(key, value, ctx.axis))
-        query_grad = _empty_like_linear(query)
-        key_grad = _empty_like_linear(keys)
-        value_grad = _empty_like_linear(values)
+        query_grad = empty_like_linear(query)
+        key_grad = empty_like_linear(keys)
+        value_grad = empty_like_linear(values)
         if not pieces.each_key_once:
             key_grad.zero_()
             value_grad.zero_()

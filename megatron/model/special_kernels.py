@@ -12,10 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._torch import emulates_matmul
+from .._torch import emulates_matmul, onednn_is_there
 from .attention_kernels import AttentionArgs, Kernel, attend, choose_kernel, torch_sdpa
 from .heads import repeat_heads
 from .masks import Documents
+
+# Limits of attention in blocks without a bias. Generation has one query. With many heads and keys, a block has too few
+# queries. With many threads, torch's kernel is faster, because it divides the heads of all samples among them.
+MIN_QUERIES = 128
+MAX_HEADS_TIMES_KEYS = 2**16
+MAX_THREADS = 8
 
 
 def attend_in_fp32(call: AttentionArgs) -> Tensor:
@@ -70,15 +76,15 @@ def _with_repeated_heads(call: AttentionArgs) -> tuple[Tensor, Tensor, Tensor]:
     return call.query, key, value
 
 
-def attend_with_bias(call: AttentionArgs) -> Tensor:
-    """Attend with a learned bias, recomputing the probabilities in the backward pass -> [b, n, q, d]."""
-    from .biased_attention import biased_attention
+def attend_in_blocks(call: AttentionArgs) -> Tensor:
+    """Attend on a CPU, recomputing the probabilities in the backward pass -> [b, n, q, d]."""
+    from .block_attention import block_attention
 
-    assert call.bias is not None
-    mask_or_pieces: Any = call.pieces
+    scope: Any = call.pieces
+    causal = False
     if call.pieces is None:
-        mask_or_pieces, _ = call.visible()  # with a bias, the mask also hides later keys
-    return biased_attention(*_with_repeated_heads(call), call.bias, mask_or_pieces, call.scale)
+        scope, causal = call.visible()
+    return block_attention(call.query, call.key, call.value, call.bias, scope, call.scale, causal)
 
 
 def dropout_in_pieces(call: AttentionArgs) -> Tensor:
@@ -116,7 +122,7 @@ def _can_pack(call: AttentionArgs) -> bool:
 
 
 def _saves_bias_memory(call: AttentionArgs) -> bool:
-    """Return whether `attend_with_bias` may compute the call and needs less memory than torch's attention.
+    """Return whether `attend_in_blocks` may compute the call and needs less memory than torch's attention.
 
     It does on a CPU if the bias requires a gradient, because torch then keeps the attention probabilities for the
     backward pass. Accelerators have a fused kernel that computes the bias's gradient without kept probabilities.
@@ -126,16 +132,32 @@ def _saves_bias_memory(call: AttentionArgs) -> bool:
     return call.on_cpu and torch.is_grad_enabled() and call.bias.requires_grad
 
 
+def _is_emulated(call: AttentionArgs) -> bool:
+    """Return whether the call is in 16 bits on a CPU that emulates matmuls in them; compiled code cannot ask."""
+    return call.on_cpu and not torch.compiler.is_compiling() and emulates_matmul(call.query.dtype)
+
+
+def _suits_blocks(call: AttentionArgs) -> bool:
+    """Return whether `attend_in_blocks` may compute the call and is faster: in bf16, for many queries of one length."""
+    is_bf16_on_cpu = call.on_cpu and call.query.dtype == torch.bfloat16
+    if not is_bf16_on_cpu or not call.allow_fused_bias or torch.compiler.is_compiling() or _is_emulated(call):
+        return False
+    _, heads, queries, _ = call.query.shape
+    fits = queries >= MIN_QUERIES and heads * call.key.shape[2] <= MAX_HEADS_TIMES_KEYS
+    return fits and torch.get_num_threads() <= MAX_THREADS and onednn_is_there()
+
+
 # (condition, kernel): the first kernel whose condition holds computes the call; the last one accepts every call. The
 # mask is a `ContextViews` only with context parallelism, which does not support a bias.
 KERNELS: tuple[tuple[Callable[[AttentionArgs], Any], Kernel], ...] = (
-    (lambda call: call.may_copy_qkv and call.on_cpu and emulates_matmul(call.query.dtype), attend_in_fp32),
+    (lambda call: call.may_copy_qkv and _is_emulated(call), attend_in_fp32),
     (lambda call: call.pieces and not call.p and call.bias is None, flash_in_pieces),
     (lambda call: call.views, slice_by_slice),
-    (lambda call: call.pieces and not call.p and call.allow_fused_bias, attend_with_bias),
+    (lambda call: not call.p and call.bias is None and _suits_blocks(call), attend_in_blocks),
+    (lambda call: call.pieces and not call.p and call.allow_fused_bias, attend_in_blocks),
     (lambda call: call.pieces and call.pieces.each_key_once and call.bias is None, dropout_in_pieces),
     (lambda call: not call.p and call.bias is None and _can_pack(call), attend_packed),
-    (lambda call: not call.p and _saves_bias_memory(call), attend_with_bias),
+    (lambda call: not call.p and _saves_bias_memory(call), attend_in_blocks),
     (lambda call: call.p and call.on_cpu, attend_with_dropout),
     (lambda call: True, torch_sdpa),
 )

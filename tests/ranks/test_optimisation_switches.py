@@ -63,7 +63,7 @@ def _listening() -> Iterator[list[str]]:
 
 
 OURS = {
-    "biased-attention": "_BiasedAttentionBackward",
+    "biased-attention": "_BlockAttentionBackward",
     "document-attention": "_FlashAttentionBackward",
     "cross-entropy": "_VocabParallelCrossEntropyBackward",
     "gated-gelu": "_GatedBackward",

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron import mpu
+from megatron._torch import emulates_matmul
 from megatron.model.attention_kernels import AttentionArgs, Mask, attend, choose_kernel
 from megatron.model.context_attention import build_context_views
 from megatron.model.masks import Documents, causal_mask, document_scope
@@ -38,14 +39,14 @@ CASES: list[tuple[Mask, dict[str, Any], str]] = [
     (None, {}, "torch_sdpa"),
     (causal_mask(S, S, torch.device("cpu")), {}, "torch_sdpa"),
     (None, {"p": 0.1}, "attend_with_dropout"),
-    (None, {"bias": LEARNED}, "attend_with_bias"),
+    (None, {"bias": LEARNED}, "attend_in_blocks"),
     (None, {"bias": LEARNED.detach()}, "torch_sdpa"),
     (None, {"bias": LEARNED, "p": 0.1}, "attend_with_dropout"),
     (None, {"bias": LEARNED, "fused": False}, "torch_sdpa"),
     (DOCUMENTS, {}, "flash_in_pieces"),
     (DOCUMENTS, {"p": 0.1}, "dropout_in_pieces"),
-    (DOCUMENTS, {"bias": LEARNED}, "attend_with_bias"),
-    (DOCUMENTS, {"bias": LEARNED.detach()}, "attend_with_bias"),
+    (DOCUMENTS, {"bias": LEARNED}, "attend_in_blocks"),
+    (DOCUMENTS, {"bias": LEARNED.detach()}, "attend_in_blocks"),
     (DOCUMENTS, {"bias": LEARNED, "p": 0.1}, "attend_with_dropout"),
     (DOCUMENTS, {"fused": False}, "torch_sdpa"),
     (Documents(IDS, SPLIT), {"p": 0.1}, "attend_with_dropout"),
@@ -56,6 +57,27 @@ CASES: list[tuple[Mask, dict[str, Any], str]] = [
     (_views(window=3), {}, "slice_by_slice"),
     (_views(), {"fused": False}, "slice_by_slice"),
 ]
+
+
+def _bf16_call(queries: int, **more: Any) -> AttentionArgs:
+    x = torch.randn(1, 2, queries, 8, dtype=torch.bfloat16)
+    stream = mpu.Stream(mpu.RngStreams(), "attention")
+    return AttentionArgs(x, x, x, None, None, 0.0, True, 1.0, stream, True, **more)
+
+
+@pytest.mark.skipif(emulates_matmul(torch.bfloat16) or not mpu.onednn_is_there(), reason="needs bf16 instructions")
+def test_a_long_call_in_bf16_runs_in_blocks() -> None:
+    names = [
+        choose_kernel(_bf16_call(queries, allow_fused_bias=fused, may_copy_qkv=True)).__name__
+        for queries, fused in ((128, True), (1, True), (128, False))
+    ]
+    assert names == ["attend_in_blocks", "torch_sdpa", "torch_sdpa"]
+
+
+def test_attention_in_bf16_compiles_without_a_break() -> None:
+    call = _bf16_call(128, allow_fused_bias=True, may_copy_qkv=True)
+    compiled = torch.compile(lambda query: attend(call._replace(query=query)), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(call.query), attend(call), atol=0.02, rtol=0.02)
 
 
 @pytest.mark.parametrize(("mask", "more", "expected"), CASES)

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron import mpu
 from megatron.config.command_line import parse
 from megatron.model import GPT2Model, T5Model
-from megatron.model.biased_attention import biased_attention
+from megatron.model.block_attention import block_attention
 from megatron.model.flash_attention import flash_attention
 from megatron.model.masks import Documents
 from megatron.model.pieces import MERGED_SIZE, pieces_for, pieces_of
@@ -96,7 +96,7 @@ def test_with_a_learned_bias(name: str) -> None:
     ours, theirs = (
         [out, *torch.autograd.grad(out, inputs, grad)]
         for out in (
-            biased_attention(query, key, value, bias, pieces, SCALE),
+            block_attention(query, key, value, bias, pieces, SCALE),
             _written_down(query, key, value, documents, bias),
         )
     )

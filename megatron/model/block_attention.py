@@ -1,0 +1,198 @@
+"""Attention on a CPU, block by block, that saves neither scores nor probabilities for the backward pass.
+
+It serves attention with a learned bias, and attention in bf16. torch's fused attention on a CPU has no gradient for
+the bias; torch's alternative saves the probabilities [b, n, q, k] of every layer. In bf16, torch's fused attention
+multiplies more slowly than oneDNN, which multiplies here, and has larger errors in the gradients of keys and values.
+
+The backward pass computes the probabilities of a block again (Dao et al. 2022). Scores are in fp32, or in fp64 if the
+inputs are. A block has few enough for the CPU's cache.
+
+Shapes: q queries, k keys, b batch, n query heads and g key-value heads of this rank, d width of a head; r = n / g query
+heads share their keys. A block has all heads of one row of the batch.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron import mpu
+from megatron._torch import onednn_matmuls, softmax_backward, version_counter
+
+from .flash_attention import empty_like_linear
+from .pieces import Piece, Pieces
+
+MAX_SCORES = 2**22  # of a block, 16 MB in fp32
+MIN_QUERIES = 64  # of a block, even if it has more scores
+MAX_CAUSAL_QUERIES = 128  # of a causal block; fewer would save more scores of later keys, but need more calls
+
+
+def block_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    scope: Tensor | Pieces | None,
+    scale: float,
+    causal: bool = False,
+) -> Tensor:
+    """Compute attention: query [b, n, q, d], key, value [b, g, k, d], bias [1, n, q, k] or None -> [b, n, q, d].
+
+    scope: the keys that each query may attend to, as a bool mask [1 or b, 1, q, k] or as blocks of queries and keys
+    (self-attention within documents); None for all keys or, if `causal`, those up to the query's position (q = k).
+    """
+    out: Tensor = _BlockAttention.apply(  # type: ignore[no-untyped-call]
+        query, key, value, bias, scope, scale, causal
+    )
+    return out
+
+
+def _row_pieces(query: Tensor, key: Tensor, scope: Tensor | Pieces | None, causal: bool) -> Sequence[Piece]:
+    """Return the pieces of attention, each of one row of the batch."""
+    if isinstance(scope, Pieces):
+        return scope.items
+    queries = slice(0, query.shape[2])
+    keys = slice(0, key.shape[2])
+    pieces = []
+    for i in range(len(query)):
+        row = slice(i, i + 1)
+        row_mask = scope if scope is None or len(scope) == 1 else scope[row]  # a mask of one row is that of all rows
+        pieces.append(Piece(row, queries, keys, row_mask, causal))
+    return pieces
+
+
+def _blocks(piece: Piece, heads: int) -> Iterator[Piece]:
+    """Cut a piece along its queries; a causal block has only the keys that its queries see.
+
+    For example, a causal piece of 256 queries and keys becomes blocks of 128 x 128 and 128 x 256 scores.
+    """
+    first = piece.queries.start
+    keys = piece.keys
+    length = max(MAX_SCORES // (heads * (keys.stop - keys.start)), MIN_QUERIES)
+    if piece.causal:
+        length = min(length, MAX_CAUSAL_QUERIES)
+    for begin in range(first, piece.queries.stop, length):
+        end = min(begin + length, piece.queries.stop)
+        if piece.causal:
+            keys = slice(keys.start, piece.keys.start + end - first)
+        mask = None if piece.mask is None else piece.mask[:, :, begin - first : end - first]
+        yield Piece(piece.row, slice(begin, end), keys, mask, piece.causal)
+
+
+class _BlockAttention(torch.autograd.Function):
+    """`block_attention`, block by block. The backward pass computes the probabilities of each block again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor | None,
+        scope: Tensor | Pieces | None,
+        scale: float,
+        causal: bool,
+    ) -> Tensor:
+        ctx.pieces = _row_pieces(query, key, scope, causal)
+        ctx.scale = scale
+        # oneDNN compiles a kernel for each size, so it pays only for sizes that come again, not for documents.
+        ctx.in_onednn = query.dtype == torch.bfloat16 and not isinstance(scope, Pieces)
+        ctx.kept = None  # set by the first backward pass for a second one, see backward()
+        ctx.save_for_backward(query, key, value, bias)
+        wide_dtype = torch.promote_types(query.dtype, torch.float32)
+        factor_dtype = query.dtype if ctx.in_onednn else wide_dtype
+        out = empty_like_linear(query)
+        with onednn_matmuls(ctx.in_onednn):
+            for piece in ctx.pieces:
+                transposed_k = _keys_of(key, piece).mT.to(wide_dtype).contiguous()
+                v = _keys_of(value, piece).to(factor_dtype).contiguous()
+                for block in _blocks(piece, query.shape[1]):
+                    q = _by_group(query, block, len(v)).to(wide_dtype)
+                    p = _probabilities(block, q, transposed_k, bias, scale)
+                    block_out = torch.bmm(p.to(factor_dtype), v[:, : p.shape[2]])
+                    out_view = _queries_of(out, block)
+                    out_view.copy_(block_out.view(out_view.shape))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        # A pipeline may run the backward pass of inputs and of weights separately. The first call has then already
+        # computed the gradient of the bias, and the second returns it. With another `grad`, which is the gradient of
+        # another loss, the second call computes it again.
+        if ctx.kept and not mpu.needs_grad(ctx, 0):  # input 0 is the query
+            kept_grad, kept_version, bias_grad = ctx.kept
+            if grad is kept_grad and version_counter(grad) == kept_version:
+                return None, None, None, bias_grad, None, None, None
+        query, key, value, bias = ctx.saved_tensors
+        scale: float = ctx.scale
+        wide_dtype = torch.promote_types(query.dtype, torch.float32)
+        factor_dtype = query.dtype if ctx.in_onednn else wide_dtype
+        query_grad = empty_like_linear(query)
+        key_grad = empty_like_linear(key)
+        value_grad = empty_like_linear(value)
+        bias_grad = None if bias is None else torch.zeros_like(bias, dtype=wide_dtype)
+        with onednn_matmuls(ctx.in_onednn):
+            for piece in ctx.pieces:
+                transposed_k = _keys_of(key, piece).mT.to(wide_dtype).contiguous()
+                transposed_v = _keys_of(value, piece).mT.to(wide_dtype).contiguous()
+                k = _keys_of(key, piece).to(factor_dtype).contiguous()
+                k_grad = torch.zeros_like(k, dtype=wide_dtype)
+                v_grad = torch.zeros_like(k_grad)
+                for block in _blocks(piece, query.shape[1]):
+                    q = _by_group(query, block, len(k))
+                    out_grad = _by_group(grad, block, len(k))
+                    p = _probabilities(block, q.to(wide_dtype), transposed_k, bias, scale)
+                    seen = slice(0, p.shape[2])  # of the piece's keys
+                    p_grad = torch.bmm(out_grad.to(wide_dtype), transposed_v[:, :, seen])
+                    score_grad = softmax_backward(p_grad, p)
+                    if bias_grad is not None:
+                        bias_view = bias_grad[0, :, block.queries, block.keys]
+                        bias_view += score_grad.view(bias_view.shape)
+                    score_grad = score_grad.to(factor_dtype)
+                    q_grad = torch.bmm(score_grad, k[:, seen]).mul_(scale)
+                    q_view = _queries_of(query_grad, block)
+                    q_view.copy_(q_grad.view(q_view.shape))
+                    k_grad[:, seen] += torch.bmm(score_grad.mT, q.to(factor_dtype))
+                    v_grad[:, seen] += torch.bmm(p.to(factor_dtype).mT, out_grad.to(factor_dtype))
+                _keys_of(key_grad, piece).copy_(k_grad.mul_(scale))
+                _keys_of(value_grad, piece).copy_(v_grad)
+
+        if bias_grad is None:
+            return query_grad, key_grad, value_grad, None, None, None, None
+        bias_grad = bias_grad.to(bias.dtype)
+        if mpu.needs_grad(ctx, 3):  # input 3 is the bias
+            return query_grad, key_grad, value_grad, bias_grad, None, None, None
+        ctx.kept = grad, version_counter(grad), bias_grad  # for the second call
+        return query_grad, key_grad, value_grad, None, None, None, None
+
+
+def _keys_of(x: Tensor, piece: Piece) -> Tensor:
+    """Return the piece's part of x [b, g, k, d] as a view [g, k, d]."""
+    return x[piece.row.start, :, piece.keys]
+
+
+def _queries_of(x: Tensor, block: Piece) -> Tensor:
+    """Return the block's part of x [b, n, q, d] as a view [n, q, d]."""
+    return x[block.row.start, :, block.queries]
+
+
+def _by_group(x: Tensor, block: Piece, groups: int) -> Tensor:
+    """Return the block's part of x [b, n, q, d] as [g, r * q, d]: queries that share keys are one matrix."""
+    return _queries_of(x, block).reshape(groups, -1, x.shape[3])
+
+
+def _probabilities(block: Piece, query: Tensor, transposed_key: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """Return softmax(scale * q k^T + bias) [g, r * q, k] of a block: query [g, r * q, d], key [g, d, k or more]."""
+    queries = block.queries.stop - block.queries.start
+    keys = block.keys.stop - block.keys.start
+    scores = torch.bmm(query, transposed_key[:, :, :keys]).mul_(scale)
+    scores_by_head = scores.view(-1, queries, keys)
+    if bias is not None:
+        scores_by_head += bias[0, :, block.queries, block.keys]
+    # Adding minus infinity is faster than masked_fill_.
+    if block.causal:  # the last query sees all keys
+        scores_by_head += torch.full((queries, keys), -torch.inf).triu_(keys - queries + 1)
+    elif block.mask is not None:
+        scores_by_head += torch.where(block.mask[0], 0.0, -torch.inf)
+    return torch.softmax(scores, -1)
