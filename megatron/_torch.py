@@ -77,15 +77,14 @@ def onednn_pack(weight: Tensor, rows: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def onednn_matmuls(wanted: bool) -> Iterator[None]:
-    """Run torch.bmm in oneDNN, if `wanted`, for fp32 matrices that hold bf16 values or will be rounded to bf16.
+def onednn_matmuls() -> Iterator[None]:
+    """Run torch.bmm in oneDNN for fp32 matrices that hold bf16 values or will be rounded to bf16.
 
     oneDNN may round the factors to bf16 and sums in fp32; it rounds where this is faster, as on CPUs with AMX.
     """
     settings: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     given = settings.fp32_precision
-    if wanted:
-        settings.fp32_precision = "bf16"
+    settings.fp32_precision = "bf16"
     try:
         yield
     finally:

@@ -12,6 +12,7 @@ heads share their keys. A block has all heads of one row of the batch.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -97,13 +98,14 @@ class _BlockAttention(torch.autograd.Function):
         ctx.pieces = _row_pieces(query, key, scope, causal)
         ctx.scale = scale
         # oneDNN compiles a kernel for each size, so it pays only for sizes that come again, not for documents.
-        ctx.in_onednn = query.dtype == torch.bfloat16 and not isinstance(scope, Pieces)
+        sizes_recur = not isinstance(scope, Pieces)
+        ctx.in_onednn = query.dtype == torch.bfloat16 and sizes_recur and not torch.compiler.is_compiling()
         ctx.kept = None  # set by the first backward pass for a second one, see backward()
         ctx.save_for_backward(query, key, value, bias)
         wide_dtype = torch.promote_types(query.dtype, torch.float32)
         factor_dtype = query.dtype if ctx.in_onednn else wide_dtype
         out = empty_like_linear(query)
-        with onednn_matmuls(ctx.in_onednn):
+        with onednn_matmuls() if ctx.in_onednn else nullcontext():
             for piece in ctx.pieces:
                 transposed_k = _keys_of(key, piece).mT.to(wide_dtype).contiguous()
                 v = _keys_of(value, piece).to(factor_dtype).contiguous()
@@ -132,7 +134,7 @@ class _BlockAttention(torch.autograd.Function):
         key_grad = empty_like_linear(key)
         value_grad = empty_like_linear(value)
         bias_grad = None if bias is None else torch.zeros_like(bias, dtype=wide_dtype)
-        with onednn_matmuls(ctx.in_onednn):
+        with onednn_matmuls() if ctx.in_onednn else nullcontext():
             for piece in ctx.pieces:
                 transposed_k = _keys_of(key, piece).mT.to(wide_dtype).contiguous()
                 transposed_v = _keys_of(value, piece).mT.to(wide_dtype).contiguous()

@@ -60,9 +60,9 @@ CASES: list[tuple[Mask, dict[str, Any], str]] = [
 
 
 def _bf16_call(queries: int, **more: Any) -> AttentionArgs:
-    x = torch.randn(1, 2, queries, 8, dtype=torch.bfloat16)
+    query, key, value = torch.randn(3, 1, 2, queries, 8, dtype=torch.bfloat16).unbind()
     stream = mpu.Stream(mpu.RngStreams(), "attention")
-    return AttentionArgs(x, x, x, None, None, 0.0, True, 1.0, stream, True, **more)
+    return AttentionArgs(query, key, value, None, None, 0.0, True, 1.0, stream, True, **more)
 
 
 @pytest.mark.skipif(emulates_matmul(torch.bfloat16) or not mpu.onednn_is_there(), reason="needs bf16 instructions")
@@ -74,8 +74,10 @@ def test_a_long_call_in_bf16_runs_in_blocks() -> None:
     assert names == ["attend_in_blocks", "torch_sdpa", "torch_sdpa"]
 
 
-def test_attention_in_bf16_compiles_without_a_break() -> None:
-    call = _bf16_call(128, allow_fused_bias=True, may_copy_qkv=True)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_attention_in_bf16_compiles_without_a_break(has_bias: bool) -> None:
+    bias = torch.randn(1, 2, 128, 128, dtype=torch.bfloat16, requires_grad=True) if has_bias else None
+    call = _bf16_call(128, allow_fused_bias=True, may_copy_qkv=True)._replace(bias=bias)
     compiled = torch.compile(lambda query: attend(call._replace(query=query)), backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(call.query), attend(call), atol=0.02, rtol=0.02)
 
