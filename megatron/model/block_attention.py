@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from megatron import mpu
 from megatron._torch import onednn_matmuls, softmax_backward, version_counter
@@ -81,6 +82,18 @@ def _blocks(piece: Piece, heads: int) -> Iterator[Piece]:
         yield Piece(piece.row, slice(begin, end), keys, mask, piece.causal)
 
 
+def _attend_by_torch(
+    piece: Piece, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float
+) -> Tensor:
+    """Run torch's fused attention on a piece of one row -> [1, n, q, d]."""
+    mask = piece.visible(query.device)
+    if bias is not None:
+        block_bias = bias.detach()[:, :, piece.queries, piece.keys]  # the kernel rejects one that requires a gradient
+        mask = block_bias if mask is None else block_bias.masked_fill(~mask, -torch.inf)
+    q, k, v = piece.cut(query, key, value)
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+
+
 class _BlockAttention(torch.autograd.Function):
     """`block_attention`, block by block. The backward pass computes the probabilities of each block again."""
 
@@ -102,18 +115,22 @@ class _BlockAttention(torch.autograd.Function):
         ctx.in_onednn = query.dtype == torch.bfloat16 and sizes_recur and not torch.compiler.is_compiling()
         ctx.kept = None  # set by the first backward pass for a second one, see backward()
         ctx.save_for_backward(query, key, value, bias)
-        wide_dtype = torch.promote_types(query.dtype, torch.float32)
-        factor_dtype = query.dtype if ctx.in_onednn else wide_dtype
         out = empty_like_linear(query)
-        with onednn_matmuls() if ctx.in_onednn else nullcontext():
+        if not ctx.in_onednn:
             for piece in ctx.pieces:
-                transposed_k = _keys_of(key, piece).mT.to(wide_dtype).contiguous()
-                v = _keys_of(value, piece).to(factor_dtype).contiguous()
+                (piece_out,) = piece.cut(out)
+                piece_out.copy_(_attend_by_torch(piece, query, key, value, bias, scale))
+            return out
+        with onednn_matmuls():
+            for piece in ctx.pieces:
+                row = piece.row.start
+                transposed_k = _transposed(key[row, :, piece.keys], in_onednn=True)
+                v = value[row, :, piece.keys].contiguous()
                 for block in _blocks(piece, query.shape[1]):
-                    q = _by_group(query, block, len(v)).to(wide_dtype)
+                    q = _by_group(query, block, len(v)).float()
                     p = _probabilities(block, q, transposed_k, bias, scale)
-                    block_out = torch.bmm(p.to(factor_dtype), v[:, : p.shape[2]])
-                    out_view = _queries_of(out, block)
+                    block_out = torch.bmm(p.to(v.dtype), v[:, : p.shape[2]])
+                    out_view = out[row, :, block.queries]
                     out_view.copy_(block_out.view(out_view.shape))
         return out
 
@@ -136,9 +153,10 @@ class _BlockAttention(torch.autograd.Function):
         bias_grad = None if bias is None else torch.zeros_like(bias, dtype=wide_dtype)
         with onednn_matmuls() if ctx.in_onednn else nullcontext():
             for piece in ctx.pieces:
-                transposed_k = _keys_of(key, piece).mT.to(wide_dtype).contiguous()
-                transposed_v = _keys_of(value, piece).mT.to(wide_dtype).contiguous()
-                k = _keys_of(key, piece).to(factor_dtype).contiguous()
+                row = piece.row.start
+                transposed_k = _transposed(key[row, :, piece.keys], ctx.in_onednn)
+                transposed_v = _transposed(value[row, :, piece.keys], ctx.in_onednn)
+                k = key[row, :, piece.keys].to(factor_dtype).contiguous()
                 k_grad = torch.zeros_like(k, dtype=wide_dtype)
                 v_grad = torch.zeros_like(k_grad)
                 for block in _blocks(piece, query.shape[1]):
@@ -153,45 +171,43 @@ class _BlockAttention(torch.autograd.Function):
                         bias_view += score_grad.view(bias_view.shape)
                     score_grad = score_grad.to(factor_dtype)
                     q_grad = torch.bmm(score_grad, k[:, seen]).mul_(scale)
-                    q_view = _queries_of(query_grad, block)
+                    q_view = query_grad[row, :, block.queries]
                     q_view.copy_(q_grad.view(q_view.shape))
                     k_grad[:, seen] += torch.bmm(score_grad.mT, q.to(factor_dtype))
                     v_grad[:, seen] += torch.bmm(p.to(factor_dtype).mT, out_grad.to(factor_dtype))
-                _keys_of(key_grad, piece).copy_(k_grad.mul_(scale))
-                _keys_of(value_grad, piece).copy_(v_grad)
+                key_grad[row, :, piece.keys] = k_grad.mul_(scale)
+                value_grad[row, :, piece.keys] = v_grad
 
-        if bias_grad is None:
-            return query_grad, key_grad, value_grad, None, None, None, None
-        bias_grad = bias_grad.to(bias.dtype)
-        if mpu.needs_grad(ctx, 3):  # input 3 is the bias
-            return query_grad, key_grad, value_grad, bias_grad, None, None, None
-        ctx.kept = grad, version_counter(grad), bias_grad  # for the second call
-        return query_grad, key_grad, value_grad, None, None, None, None
-
-
-def _keys_of(x: Tensor, piece: Piece) -> Tensor:
-    """Return the piece's part of x [b, g, k, d] as a view [g, k, d]."""
-    return x[piece.row.start, :, piece.keys]
+        if bias_grad is not None:
+            bias_grad = bias_grad.to(bias.dtype)
+            if not mpu.needs_grad(ctx, 3):  # input 3 is the bias
+                ctx.kept = grad, version_counter(grad), bias_grad  # for the second call
+                bias_grad = None
+        return query_grad, key_grad, value_grad, bias_grad, None, None, None
 
 
-def _queries_of(x: Tensor, block: Piece) -> Tensor:
-    """Return the block's part of x [b, n, q, d] as a view [n, q, d]."""
-    return x[block.row.start, :, block.queries]
+def _transposed(x: Tensor, in_onednn: bool) -> Tensor:
+    """Return keys or values [g, k, d] as [g, d, k], in fp32 or fp64; oneDNN copies blocks of views with each call."""
+    transposed = x.mT.to(torch.promote_types(x.dtype, torch.float32))
+    return transposed.contiguous() if in_onednn else transposed
 
 
 def _by_group(x: Tensor, block: Piece, groups: int) -> Tensor:
     """Return the block's part of x [b, n, q, d] as [g, r * q, d]: queries that share keys are one matrix."""
-    return _queries_of(x, block).reshape(groups, -1, x.shape[3])
+    return x[block.row.start, :, block.queries].reshape(groups, -1, x.shape[3])
 
 
 def _probabilities(block: Piece, query: Tensor, transposed_key: Tensor, bias: Tensor | None, scale: float) -> Tensor:
     """Return softmax(scale * q k^T + bias) [g, r * q, k] of a block: query [g, r * q, d], key [g, d, k or more]."""
     queries = block.queries.stop - block.queries.start
     keys = block.keys.stop - block.keys.start
-    scores = torch.bmm(query, transposed_key[:, :, :keys]).mul_(scale)
+    transposed_key = transposed_key[:, :, :keys]
+    if bias is None:
+        scores = torch.bmm(query, transposed_key).mul_(scale)
+    else:
+        block_bias = bias[0, :, block.queries, block.keys].reshape(*query.shape[:2], keys).to(query.dtype)
+        scores = torch.baddbmm(block_bias, query, transposed_key, alpha=scale)
     scores_by_head = scores.view(-1, queries, keys)
-    if bias is not None:
-        scores_by_head += bias[0, :, block.queries, block.keys]
     # Adding minus infinity is faster than masked_fill_.
     if block.causal:  # the last query sees all keys
         scores_by_head += torch.full((queries, keys), -torch.inf).triu_(keys - queries + 1)
