@@ -39,8 +39,9 @@ class Iterations:
             done = next_iteration - iteration
             # Rows of an earlier start may have other sizes: a resume may change --gas, or leave out the past sizes.
             if not is_scheduled or schedule.advance(samples, done) != next_samples:
-                mean_size = (next_samples - samples) // done
-                batches = BatchSchedule((0,), (max(mean_size, 1),))
+                size, remainder = divmod(next_samples - samples, done)
+                larger = size + 1  # the first iterations share the remainder
+                batches = BatchSchedule((0, samples + remainder * larger), (larger, max(size, 1)))
             self._anchors.append(_Anchor(iteration, samples, batches))
         if is_scheduled:
             batches = schedule

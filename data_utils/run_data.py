@@ -21,13 +21,19 @@ def load_config(run_dir: str) -> Config:
 
 
 def with_recorded_stages(config: Config) -> Config:
-    """Return the settings of a run with the data stages that its newest checkpoint records, if it can be read."""
-    from megatron.checkpointing import Wanted, find_checkpoint
+    """Return the settings of a run with the data stages that its newest checkpoint records, if it can be read.
+
+    Print a note if the run trained on other samples before a resume with --override-data.
+    """
+    from megatron.checkpointing import CheckpointReader, Wanted, find_checkpoint
     from megatron.checkpointing.data_plan import with_consumed_data
     from megatron.ranks.errors import RunError
 
     with suppress(OSError, ValueError, RunError):
         newest = find_checkpoint(str(config.log.run_dir))
+        begin = CheckpointReader(newest).state.get("reordered_at")
+        if begin:
+            print(f"note: --override-data changed the samples; the run read other ones before sample {begin}")
         return with_consumed_data(config, newest, Wanted(same_data=False), reads_corpora=True)
     return config
 

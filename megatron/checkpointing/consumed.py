@@ -38,7 +38,7 @@ def hash_samples(
     """Return the hash of the first `state.consumed_samples` samples of `dataset`.
 
     Raises CheckpointError if these are not the samples that the checkpoint has consumed. With --override-data, prints a
-    note instead.
+    note and records the number of samples in `state` instead.
     initial_value: hash of no samples; see `initial_hash`. saved: settings of the checkpoint.
     """
     samples = state.consumed_samples
@@ -55,6 +55,7 @@ def hash_samples(
         where = f" ({change})" if change else ""
         raise CheckpointError(f"{problem}{where}; pass --override-data to continue")
     print_rank_0(f"note: --override-data: {problem}, so samples may be skipped and repeated")
+    state.reordered_at = samples
     return current_hash
 
 

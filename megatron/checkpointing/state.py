@@ -20,10 +20,12 @@ class TrainState:
     features: dict[str, dict[str, Any]] = field(default_factory=dict)  # name of a feature -> what it stores
     # (iteration, seconds since 1970) of each resume that abandoned later checkpoints.
     forks: tuple[tuple[int, int], ...] = ()
+    # Number of samples before the last resume whose data would have given other samples; None without such a resume.
+    reordered_at: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values as in checkpoint.json, without empty ones, whose names older versions do not know."""
-        return {name: value for name, value in asdict(self).items() if value not in ((), {})}
+        return {name: value for name, value in asdict(self).items() if value not in ((), {}, None)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "TrainState":

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from data_utils.documents import read_texts
+from data_utils.run_data import load_config
 from data_utils.tokenizer_training import train_sentencepiece
 from megatron import mpu
 from megatron.checkpointing import find_start
@@ -162,7 +163,7 @@ def test_a_static_loss_scale_is_that_of_the_run(tmp_path: Path, tiny_data: str, 
 
 
 def test_dropout_goes_on_by_the_seed_of_the_checkpoint(
-    before: Path, tmp_path: Path, tiny_data: str, vocab_file: str
+    before: Path, tmp_path: Path, tiny_data: str, vocab_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = f"--load {before} --train-iters 4 --seed 99"
     with pytest.raises(RankFailure, match="6 samples .* --override-data"):
@@ -172,6 +173,8 @@ def test_dropout_goes_on_by_the_seed_of_the_checkpoint(
     assert index(tmp_path / "saved", 4)["rng_seed"] == mpu.derive_seed(1234, "dropout")
     assert index(tmp_path / "new", 4)["rng_seed"] == mpu.derive_seed(99, "dropout")
     assert losses_of(tmp_path / "saved") != losses_of(tmp_path / "new"), "the runs differ in their dropout"
+    load_config(str(tmp_path / "saved"))
+    assert "other ones before sample 6" in capsys.readouterr().out
 
 
 def test_another_tokenizer(before: Path, tmp_path: Path, tiny_data: str) -> None:

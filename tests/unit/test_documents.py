@@ -230,6 +230,10 @@ def test_iterations_and_samples(tmp_path: Path) -> None:
     new = Iterations(scheduled, None)
     assert [new.of_sample(n) for n in (0, 4, 8, 19, 20)] == [1, 2, 3, 3, 4] and new.logged == 0
     assert new.total == 8 + 7 * 12
+    (tmp_path / "metrics.jsonl").write_text(row.format(3, 11))  # a resume changed the batch size between log lines
+    changed = Iterations(config, tmp_path)
+    sizes = [[changed.of_sample(n) for n in changed.samples(i)] for i in (1, 2, 3, 4)]
+    assert sizes == [[1] * 4, [2] * 4, [3] * 3, [4] * 3] and changed.samples(4).start == 11
 
 
 @pytest.mark.parametrize(("first", "later"), [("0:4 40_samples:8", "0:8"), ("0:4", "0:16")])
