@@ -10,6 +10,7 @@ from megatron.checkpointing.files import INDEX, WEIGHT, CheckpointError
 from megatron.checkpointing.reader import CheckpointReader, plain_config
 from megatron.config import Config
 from megatron.config.command_line import with_values
+from megatron.config.data_stages import parse_stages
 from megatron.config.messages import shorten_list
 from megatron.model import GPT2Model, T5Model
 from megatron.model.layers import global_parameters
@@ -29,11 +30,19 @@ def whole_shapes(config: Config) -> dict[str, tuple[int, ...]]:
 def config_of_checkpoint(path: Path, model_parallel_size: int = 1, pipe_parallel_size: int = 0) -> Config:
     """Return the settings of a GPT-2, Llama or T5 checkpoint, with these parallel sizes instead of the saved ones.
 
+    --data-path replaces the data stages by the one from which the last consumed sample came.
     Raises CheckpointError if the stored weights do not match the settings.
     """
     reader = CheckpointReader(path)
     config = plain_config(reader, model_parallel_size, pipe_parallel_size)
     check_model(reader, config)
+    words = config.data.data_stages
+    if words:
+        values: dict[str, Any] = {"data_stages": None, "valid_data_path": None, "test_data_path": None}
+        for stage in parse_stages(words):
+            if not stage.begin or stage.begin < reader.state[f"consumed_{stage.unit}"]:
+                values["data_path"] = stage.words
+        config = with_values(config, values)
     return config
 
 

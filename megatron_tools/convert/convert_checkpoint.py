@@ -11,7 +11,7 @@ from torch import Tensor
 
 from data_utils.cli import write_json
 from megatron.atomic import atomic_folder
-from megatron.checkpointing import CheckpointReader, find_checkpoint, plain_config
+from megatron.checkpointing import CheckpointReader, find_checkpoint
 from megatron.checkpointing.bounds import refuse_absurd_sizes
 from megatron.checkpointing.files import WEIGHT
 from megatron.checkpointing.pruned import read_newest
@@ -25,7 +25,7 @@ from megatron.ranks.rank_0 import print_notes
 from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
 from megatron.tokenizer.load import find_vocab_file
 from megatron.tokenizer.sibling_files import GENERATION, TOKEN_ID_KEYS
-from megatron_tools.shapes import check_model
+from megatron_tools.shapes import config_of_checkpoint
 
 from .export_roles import generation_settings, roles_without_tokenizer, special_token_ids
 from .export_tokenizer import ChatFormat, chat_format_of, write_tokenizer
@@ -51,8 +51,7 @@ def export_checkpoint(args: argparse.Namespace, path: Path) -> None:
     """Export the checkpoint `path` as a Hugging Face folder."""
     reader = CheckpointReader(path, args.ema)
     reader.verify()
-    config = plain_config(reader)
-    check_model(reader, config)
+    config = config_of_checkpoint(path)
     tokenizer = _load_model_tokenizer(reader, config, args.vocab_file)
     vocab_file = str(args.vocab_file or config.data.vocab_file)
     chat = chat_format_of(config, tokenizer, vocab_file) if tokenizer else ChatFormat()
@@ -215,8 +214,7 @@ def upcycle_dense(args: argparse.Namespace) -> tuple[Config, str, list[LazyTenso
     path = find_checkpoint(args.load)
     reader = CheckpointReader(path, args.ema)
     reader.verify()
-    dense_config = plain_config(reader)
-    check_model(reader, dense_config)
+    dense_config = config_of_checkpoint(path)
     config = upcycled_config(reader, args.upcycle, args.experts_per_token, args.moe_layer_frequency)
     entries = list(upcycled_entries(reader, config))
     if args.verify:

@@ -18,6 +18,7 @@ from megatron.checkpointing.stream import LazyTensor
 from megatron.checkpointing.write import write_checkpoint
 from megatron.config import Config
 from megatron.config.command_line import parse
+from megatron.data.corpus_paths import prefixes_of
 from megatron_tools.convert import convert_checkpoint, convert_flags
 from megatron_tools.convert.hf_folder import HFModelFolder
 from megatron_tools.shapes import config_of_checkpoint, whole_shapes
@@ -144,6 +145,16 @@ def test_settings_that_are_those_of_the_tensors(family: str, tmp_path: Path) -> 
     config_of_checkpoint(path)
     uses(path)["convert_checkpoint"]()
     assert (path / "out" / "config.json").is_file()
+
+
+@pytest.mark.parametrize(("samples", "name"), [(0, "a"), (5, "a"), (6, "b"), (9, "b"), (10, "c")])
+def test_the_corpus_of_the_last_sample(samples: int, name: str, tmp_path: Path) -> None:
+    """Chats with such a model, and its export, have the chat template of this corpus."""
+    path = checkpoint(tmp_path, "gpt2")
+    values = {"data_stages": ["0: a; 5: b; 72 tokens: c"], "valid_data_path": ["v"]}
+    edit(path, lambda content: content["config"]["data"].update(values))
+    edit(path, lambda content: content["state"].update(consumed_samples=samples, consumed_tokens=8 * samples))
+    assert prefixes_of(config_of_checkpoint(path).data.paths) == [name]
 
 
 def test_more_tokens_than_the_model_has(tmp_path: Path) -> None:
