@@ -77,7 +77,7 @@ def check_run(task: Task, config: Config, ranks: int) -> None:
     folder = run_folder.save_dir_of(config, run_dir)
     start = find_start(config, str(folder))
     local_config = with_consumed_data(local_config, start.path, start.wanted, reads_corpora(task))
-    datasets = open_datasets(task, local_config, tokenizer, start)
+    datasets = open_datasets(task, config, local_config, tokenizer, start)
     print_rank_0(f"data: the first sample has {_shapes(datasets[0])}")
     _check_start(start, config, run_dir, tokenizer)
     if start.path is not None and start.wanted.position:

@@ -58,7 +58,7 @@ def set_up(task: Task, config: Config, resolved: Resolved, own_features: Sequenc
         config = with_consumed_data(config, start.path, start.wanted, reads_corpora(task))
         plan = Plan(task, config, resolved, device, tokenizer)
         features.prepare(plan)
-        datasets = open_datasets(task, config, tokenizer, start)
+        datasets = open_datasets(task, given, config, tokenizer, start)
 
         # The checkpoint, if there is one, replaces all initial weights, so they need not be drawn.
         with mpu.skip_init() if start.path else nullcontext():

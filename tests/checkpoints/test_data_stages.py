@@ -76,7 +76,11 @@ def test_other_weights_begin_a_stage(tmp_path: Path, corpora: dict[str, str], vo
     go(1, tmp_path / "run", f"{first} --train-iters 10", vocab_file)
     with pytest.raises(RankFailure, match=r"stage at 0 samples was 0.5 .*--override-data"):
         go(1, tmp_path / "run", f"{second} --train-iters 12", vocab_file)
+    # The corpus of a stage that is over may have been made with another tokenizer.
+    sidecar = Path(f"{corpora['b']}.json")
+    sidecar.write_text('{"fingerprint": "0123"}')
     go(1, tmp_path / "run", f"{second} --train-iters 12 --override-data", vocab_file)
+    sidecar.unlink()
     # config.json has the flags; tools get the stages from the checkpoint.
     saved = from_file(str(tmp_path / "run" / "config.json"))
     assert (saved.data.data_stages, " ".join(saved.data.data_path or ())) == (None, second.removeprefix("--data-path "))
