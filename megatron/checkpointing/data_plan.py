@@ -80,6 +80,12 @@ def _changes_by_checkpoint(path: Path, config: Config, override: bool, reads_cor
     had_this_length = consumed.tokens in (0, consumed.samples * config.data.seq_length)  # as far as is known
     if _has_own_lengths(config) or had_this_length:
         return _Changes(stages, note=note)
+    if config.train.train_samples:
+        print_rank_0(
+            f"note: {consumed.samples} samples have had {consumed.tokens} tokens, but --train-tokens and "
+            f"--lr-decay-tokens count --seq-length {config.data.seq_length} for each; for T tokens in all, give "
+            f"--train-samples {consumed.samples} + (T - {consumed.tokens}) / {config.data.seq_length}"
+        )
     if not stages and reads_corpora and config.data.data_stages:
         stages = stages_as_json([_in_samples(stage, config, consumed) for stage in training_stages(config)])
     schedule = config.train.batch_size_schedule

@@ -212,9 +212,12 @@ def test_a_length_without_effect_does_not_change_the_samples_of_a_t5() -> None:
 
 
 def test_begins_in_tokens_count_the_consumed_tokens_if_samples_become_longer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """After 10 samples of 24 tokens, five samples of 48 tokens are missing to 480 tokens. Later resumes keep this."""
+    """After 10 samples of 24 tokens, five samples of 48 tokens are missing to 480 tokens. Later resumes keep this.
+
+    --train-tokens is translated without a checkpoint, so a note says how to compute --train-samples.
+    """
     monkeypatch.chdir(tmp_path)
     for name, token in (("a", 1), ("b", 2)):
         with IndexedDatasetBuilder(name, np.uint16) as builder:
@@ -222,11 +225,12 @@ def test_begins_in_tokens_count_the_consumed_tokens_if_samples_become_longer(
     sizes = ["--family", "gpt2", "--batch-size", "2", "--batch-size-schedule", "0:2 480:4"]
     flags = [*sizes, "--data-stages", "0: a; 480 tokens: b"]
     saved = parse([*flags, "--seq-length", "24"])
-    longer = parse([*flags, "--seq-length", "48"])
+    longer = parse([*flags, "--seq-length", "48", "--train-tokens", "4800"])
     for samples, tokens in ((10, 240), (12, 336), (20, 720)):
         reader = SimpleNamespace(state={"consumed_samples": samples, "consumed_tokens": tokens})
         saved = _resumed(longer, saved, reader, monkeypatch)
         assert [stage.in_samples(48).begin for stage in parse_stages(saved.data.data_stages or ())] == [0, 15]
+        assert f"--train-samples {samples} + (T - {tokens}) / 48" in capsys.readouterr().out
         batches = saved.batches(1)
         assert all(batches.size_at(n) == (2 if n < 15 else 4) for n in range(samples, 30))
 
