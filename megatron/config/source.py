@@ -104,9 +104,9 @@ def _drop_unused_rope(values: dict[str, Any], new: Mapping[str, Any], source_of:
 
 
 def given_in_files(sources: Sequence[Source]) -> dict[str, Any]:
-    """Return the settings that the user's --config files give, without those of files that a run has saved.
+    """Return the settings that the user's --config files give, without those of files that a run or import has saved.
 
-    A file that a run has saved contains all settings. In a shorter file, a default value was chosen, too.
+    Such a file contains all settings, at least those of the model. In a shorter file, a default value was chosen, too.
     """
     given: dict[str, Any] = {}
     for source in sources:
@@ -116,8 +116,8 @@ def given_in_files(sources: Sequence[Source]) -> dict[str, Any]:
 
 
 def is_saved_by_run(source: Source) -> bool:
-    """Return whether a run has saved the file: it has all settings. Half leaves room for those of other versions."""
-    return len(source.values) >= len(HOME) / 2
+    """Return whether a run or an import has saved the file: it has at least a third of the settings, the model's."""
+    return len(source.values) >= len(HOME) / 3
 
 
 def with_family(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from megatron.config.ds_file import PASSED_KEYS, RECONCILED_KEYS
 from megatron.config.ds_notes import ineffective_keys
 from megatron.config.fields import ConfigError, flag
 from megatron.config.ineffective import ROWS
+from megatron_tools.convert import convert_checkpoint
 from tests.materials import SAMPLE
 from tests.support import FULL, ROOT, on_ranks
 
@@ -146,7 +147,9 @@ def test_the_settings_that_a_run_saved_get_no_note(tmp_path: Path) -> None:
     whole.write_text(json.dumps(saved))
     short = tmp_path / "short.json"
     short.write_text(json.dumps({"optim": {"optimizer": "sgd", "adam_beta1": 0.8}}))
-    assert notes_of("gpt2", f"--config {whole}") == []
+    imported = tmp_path / "settings.json"
+    convert_checkpoint._write_settings(imported, parse(["--family", "llama", "--position-embedding", "rope"]))
+    assert notes_of("gpt2", f"--config {whole}") == notes_of("llama", f"--config {imported}") == []
     assert notes_of("gpt2", f"--config {short}") == ["--adam-beta1 0.8 has no effect: the optimizer is sgd"]
 
 
