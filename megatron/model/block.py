@@ -168,7 +168,7 @@ class TransformerLayer(nn.Module):
         self.post_attention_layernorm = build_norm(config)
         self.mlp = build_mlp(config, name, branches, is_decoder)
         self.mlp_dropout = Dropout(config.hidden_dropout, f"{name}.mlp_output")
-        self.offload_context: Callable[[bool], AbstractContextManager[Any]] = nullcontext  # ignores its argument
+        self.offload_context: Callable[[bool], AbstractContextManager[Any]] = offload_nothing
         self.run_on_normalised: Callable[..., tuple[Tensor, Tensor | None]] = run_on_normalised  # see `add_branch`
         if config.offload_activations:
             from .offload import offloaded
@@ -244,6 +244,11 @@ class TransformerLayer(nn.Module):
         if self.branch_factor != 1.0:
             branch = branch * self.branch_factor
         return hidden + branch
+
+
+def offload_nothing(training: bool) -> AbstractContextManager[None]:
+    """Return a context without effect, for layers whose activations stay on the device."""
+    return nullcontext()  # with a value, it makes torch.compile fail where a user's layer breaks the graph
 
 
 def run_on_normalised(norm: nn.Module, sublayer: Sublayer, hidden: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -126,6 +126,24 @@ def test_equal_layers_with_dropout_are_compiled_once_and_draw_as_if_they_were_no
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+def test_a_part_that_breaks_the_graph_runs_in_a_compiled_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parse(f"{FLAGS} {DROPOUTS[0]}".split())
+    layer = Block(config.model, "layers.0")
+    init_weights(layer, 1)
+    pair = torch.randn(8, 2, 32), no_documents(torch.device("cpu"))
+    expected, _ = layer(pair)
+    normalise = layer.input_layernorm.forward
+
+    def break_graph(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return normalise(x)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(layer.input_layernorm, "forward", break_graph)
+    torch._dynamo.reset()
+    layer.compile(backend="eager")
+    torch.testing.assert_close(layer(pair)[0], expected)
+
+
 def _stretches() -> None:
     """Check that a compiled layer draws the dropout masks of the eager layer for both sequence chunks of a rank.
 
