@@ -8,7 +8,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from megatron.data.tracker import start_tracker
-from megatron.data.workers import exit_with_parent
+from megatron.data.workers import start_worker
 
 from .on_ray import ITEMS_PER_PROCESS, Item, Result, ordered_map_on_ray
 
@@ -18,7 +18,7 @@ def _initialize_worker(start: Callable[..., None], settings: tuple[Any, ...]) ->
 
     The pool ends its workers only if the parent exits normally.
     """
-    exit_with_parent()
+    start_worker()
     start(*settings)
 
 

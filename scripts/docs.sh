@@ -4,7 +4,7 @@
 #   bash scripts/docs.sh site --serve            also serve it on http://127.0.0.1:8000
 #   DOCS_PYTHON=python3 bash scripts/docs.sh     use a Python that already has mkdocs-material
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.."
 site=${1:-site}
 
 python=${DOCS_PYTHON:-.venv-docs/bin/python}

@@ -6,7 +6,7 @@
 # For the traced step, the script trains GPT-2 on two pipeline stages, which needs two idle cores. The figure shows the
 # step of median duration beside the ideal schedule.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+CDPATH='' cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
 into=${1:-docs/images}
 there=$(mktemp -d)

@@ -6,7 +6,7 @@
 #   DATA_PATH=data/my_text_document VOCAB_FILE=my.model bash scripts/run_gpt2.sh
 #   GPUS_PER_NODE=8 MP_SIZE=2 PP_SIZE=2 MODEL_SIZE=345M bash scripts/run_gpt2.sh
 set -euo pipefail
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+ROOT=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 NAME=gpt2
 source "$ROOT/scripts/_run.sh"
 

@@ -8,7 +8,7 @@
 #   GPUS_PER_NODE=8 MP_SIZE=4 VARIANT=mistral MODEL_SIZE=7b bash scripts/run_llama.sh
 #   VARIANT=qwen3-moe bash scripts/run_llama.sh                     a small mixture of experts on the bundled corpus
 set -euo pipefail
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+ROOT=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 NAME=llama
 source "$ROOT/scripts/_run.sh"
 

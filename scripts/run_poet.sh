@@ -8,7 +8,7 @@
 #   CORPUS=chinese-poetry-2.0.1.tgz bash scripts/run_poet.sh    the package, or a folder of it, that is already here
 # The poems come from npm's package chinese-poetry (MIT license). docs/poet.md has the rules of the task and records.
 set -euo pipefail
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+ROOT=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 NAME=llama
 PACKAGE=chinese-poetry-2.0.1.tgz
 SHA256=25b549e46919c3a0569db6b68ddc96956b04a484ea4518ad2bbd4f137e307e86

@@ -7,7 +7,7 @@
 #   GPUS_PER_NODE=8 MP_SIZE=2 PP_SIZE=2 MODEL_SIZE=base bash scripts/run_t5.sh
 #   GPUS_PER_NODE=8 MP_SIZE=8 VARIANT=cpm MODEL_SIZE=11b bash scripts/run_t5.sh
 set -euo pipefail
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+ROOT=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 NAME=t5
 source "$ROOT/scripts/_run.sh"
 

@@ -7,7 +7,7 @@
 #   TORCH_INDEX_URL=URL bash scripts/setup.sh    install torch from this package index (builds for CPUs or ROCm)
 # If torch is already installed in .venv, or for the interpreter PYTHON as in vendors' images, the script keeps it.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 files=(requirements.txt)
 case "${1:-}" in

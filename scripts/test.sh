@@ -3,7 +3,7 @@
 #   bash scripts/test.sh quick                   style, types, single-process tests and a few layouts
 #   bash scripts/test.sh tests/unit -k lr
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh dev
 # shellcheck disable=SC1091
 source .venv/bin/activate

@@ -10,7 +10,7 @@
 # default the tests that depend on DeepSpeed's internals or on torch.compile. FOLDER=PATH keeps the environments in this
 # folder (6 GB each with CUDA); without FOLDER the environments are deleted.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+CDPATH='' cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3.11}
 ENDS=${ENDS:-oldest newest}
 TESTS=${TESTS:-tests/conformance tests/ranks/test_tds.py tests/ranks/test_faults.py tests/ranks/test_compiled.py}

@@ -4,7 +4,7 @@
 #   GPUS_PER_NODE=8 bash scripts/train_performance.sh --model_size 1.3B --checkpoint-activations
 # Sizes: 345M, 345M_without_mp (no tensor parallelism), 1.3B, 2.7B, 3.7B. Further arguments go to pretrain_gpt2.py.
 set -euo pipefail
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+ROOT=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 KIND=performance
 source "$ROOT/scripts/_sized.sh"
 TRAIN_ITERS=${train_iters:-100}

@@ -9,7 +9,7 @@
 #     PYTHONPATH="$PWD/site" python3 -m tests.gpu
 set -euo pipefail
 folder=$(realpath -m "${1:?usage: bash scripts/wheels.sh FOLDER}")
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
 version=${PYTHON_VERSION:-$(.venv/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')}
 mkdir -p "$folder"

@@ -6,7 +6,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from .endless import Endless, collate
-from .workers import block_signals, exit_with_parent, kill_workers_at_exit
+from .workers import block_signals, kill_workers_at_exit, start_worker
 
 
 class ConsecutiveSampler(Sampler[list[int]]):
@@ -81,5 +81,5 @@ def build_loader(
         # forkserver, they are children of this process, so they notice when it dies.
         multiprocessing_context="spawn" if num_workers else None,
         persistent_workers=bool(num_workers),
-        worker_init_fn=exit_with_parent,
+        worker_init_fn=start_worker,
     )

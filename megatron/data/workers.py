@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import re
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,12 +65,15 @@ def kill_workers_at_exit() -> None:
     atexit.register(kill_workers)
 
 
-def exit_with_parent(_: int = 0) -> None:
+def start_worker(_: int = 0) -> None:
     """Start a thread that ends this worker process as soon as its parent process ends. _: its number, for PyTorch.
 
     PyTorch checks whether the parent is alive only while a worker waits for work. It does not notice that the parent
     died before the worker had started.
     """
+    # PyTorch sends tensors by a socket in the temporary folder, of whose path the kernel takes 107 bytes.
+    if len(os.fsencode(tempfile.gettempdir())) > 107 - len("/pymp-12345678/listener-12345678"):
+        tempfile.tempdir = "/tmp"
     threading.Thread(target=_wait_for_parent, name="end-with-parent", daemon=True).start()
 
 

@@ -17,7 +17,10 @@ INTERNAL = {"TORCH_CPP_LOG_LEVEL", "TORCH_EXTENSIONS_DIR"}  # torch reads these 
 @pytest.mark.parametrize("name", NAMES)
 def test_help_needs_nothing(name: str, tmp_path: Path) -> None:
     done = command(
-        "bash", f"scripts/run_{name}.sh", "--help", env={"PYTHON": "/no/python", "RUN_DIR": str(tmp_path / "r")}
+        "bash",
+        f"scripts/run_{name}.sh",
+        "--help",
+        env={"PYTHON": "/no/python", "RUN_DIR": str(tmp_path / "r"), "CDPATH": "."},
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert f"bash scripts/run_{name}.sh" in done.stdout

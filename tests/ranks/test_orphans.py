@@ -1,18 +1,22 @@
 """No rank or data-loader worker outlives its launcher, whenever the launcher is killed."""
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Listener
 from pathlib import Path
 
 import pytest
 
-from tests.support import FULL, ROOT
+from megatron.data.workers import start_worker
+from tests.support import FULL, ROOT, on_ranks
 
 MARK = "TEST_OF_ORPHANS"
 
@@ -138,3 +142,16 @@ def test_nothing_is_left_of_a_run(
     launcher.kill()
     launcher.wait()
     assert wait_for(lambda: not living(mark), 15), living(mark)
+
+
+def _opens_socket(folder: str) -> None:
+    multiprocessing.current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined]  # forked with it
+    tempfile.tempdir = folder
+    start_worker()
+    Listener(family="AF_UNIX").close()  # as torch does, to send a tensor to another process
+
+
+def test_a_worker_opens_sockets_whatever_the_length_of_tmpdir(tmp_path: Path) -> None:
+    folder = tmp_path / ("x" * 110)
+    folder.mkdir()
+    on_ranks(1, _opens_socket, str(folder))
