@@ -57,7 +57,9 @@ def _reconstruct(kind: Any, *_: Any) -> _Array:
 
 
 MAX_READ_BYTES = 1 << 26  # at most this many bytes of a rejected pickle are read to find the reason
-_ALLOWED_PREFIXES = ("torch.", "collections.OrderedDict", "argparse.Namespace", "numpy.")
+_ALLOWED_PREFIXES = ("torch.", "collections.OrderedDict", "argparse.Namespace", "_io.BytesIO", "megatron.", "numpy.")
+# Enums in the args and in the rerun state that Megatron-LM saves, such as megatron.core.enums.ModelType
+_ENUM = re.compile(r"megatron\.[\w.]*(enums|rerun_state_machine)\.\w+")
 
 # Substitutes for numpy's functions. numpy 2.0 renamed the module numpy.core, so its old and new name are listed.
 _NUMPY: list[tuple[Callable[..., Any], str]] = [
@@ -68,20 +70,29 @@ _NUMPY: list[tuple[Callable[..., Any], str]] = [
 ]
 
 
+def _enum_value(value: Any) -> Any:
+    """Return the value of an enum's member, in place of the member."""
+    return value
+
+
 def load_plain(path: Path) -> Mapping[str, Any]:
     """Load a pickled checkpoint: tensors, plain values, and the settings and random states that Megatron-LM saves.
 
     Raises ValueError if the file requests any other object. Nothing in the file is executed (torch's `weights_only`).
-    States of numpy's random generator become empty objects.
+    States of numpy's random generator become empty objects, and enums of Megatron-LM their values.
     """
     refusal = "and is not loaded; if you trust it, save it again with only its weights"
-    with torch.serialization.safe_globals([argparse.Namespace, *_NUMPY]):  # safe: a Namespace only has attributes
+    # A Namespace only has attributes, and a BytesIO, in which Transformer Engine saves states of FP8, only bytes.
+    with torch.serialization.safe_globals([argparse.Namespace, io.BytesIO, *_NUMPY]):
         try:
             content = _load(path)
         except _Refused as error:
             raise ValueError(f"{path} requests {error} {refusal}") from None
         except pickle.UnpicklingError as error:
             requested = re.search(r"GLOBAL ([\w.]+)", str(error))
+            if requested and _ENUM.fullmatch(requested[1]):
+                with torch.serialization.safe_globals([(_enum_value, requested[1])]):
+                    return load_plain(path)
             reason = f"requests {requested[1]}" if requested else _reason_of_rejection(path)
             raise ValueError(f"{path} {reason} {refusal}") from None
         except Exception as error:  # damaged bytes can raise errors of any class

@@ -1,12 +1,17 @@
 """Checkpoints of CPM-1, CPM-Pretrain, Megatron-LM and DeepSpeed are imported; code in their pickles never runs."""
 
 import argparse
+import enum
+import io
 import os
 import pickle
 import random
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -137,7 +142,12 @@ def save_core(folder: Path, w: Mapping[str, Tensor], fused: bool) -> list[str]:
         "mlp.dense_4h_to_h.": "mlp.linear_fc2.",
     }
     each = LAYERS // 2
-    args = argparse.Namespace(num_attention_heads=HEADS, use_mcore_models=True, normalization="LayerNorm")
+    modules = {"enums": "ModelType", "transformer.enums": "AttnBackend", "rerun_state_machine": "RerunMode"}
+    enums = {name: enum.Enum(name, {"auto": 5}, module=f"megatron.core.{at}") for at, name in modules.items()}
+    members = {name: kind(5) for name, kind in enums.items()}
+    args = argparse.Namespace(
+        num_attention_heads=HEADS, use_mcore_models=True, normalization="LayerNorm", model_type=members.pop("ModelType")
+    )
     for rank in range(2):
         mine = of_rank(w, rank, 2, 3)
         words = mine["embedding.word_embeddings.weight"]
@@ -152,10 +162,13 @@ def save_core(folder: Path, w: Mapping[str, Tensor], fused: bool) -> list[str]:
                     model[f"{stem}{theirs}{kind}"] = mine[f"layers.{i}.{ours}{kind}"]
             if fused:
                 model[f"{stem}mlp.linear_fc1._extra_state"] = torch.empty(0, dtype=torch.uint8)
+                model[f"{stem}mlp.linear_fc2._extra_state"] = io.BytesIO(b"of Transformer Engine 1")
         for stage, model in enumerate(models):
             path = folder / f"mp_rank_{rank:02d}_{stage:03d}" / "model_optim_rng.pt"
             path.parent.mkdir(parents=True)
-            torch.save({"args": args, "checkpoint_version": 3.0, "model": model}, path)
+            content = {"args": args, "checkpoint_version": 3.0, "model": model, "rerun_state_machine": members}
+            with patch.dict(sys.modules, {kind.__module__: SimpleNamespace(**enums) for kind in enums.values()}):
+                torch.save(content, path)  # pickles an enum as the name of its class and its value
     return []
 
 
@@ -371,6 +384,7 @@ def test_the_state_of_numpys_generator_loads_and_nothing_else_of_numpy(tmp_path:
         (Reduced(rebuild, (argparse.Namespace, (0,), b"b")), "_reconstruct for an object of type Namespace"),
         (Reduced(np.ndarray, ((10**12,),)), "numpy.ndarray"),
         (Reduced(eval, ("1",)), "eval"),
+        (Reduced(load_tokenizer, ("a",)), "megatron.tokenizer.load.load_tokenizer"),
     ):
         for old_format in (False, True):
             torch.save({"a": bad}, path, _use_new_zipfile_serialization=not old_format)
