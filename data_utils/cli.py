@@ -222,7 +222,7 @@ def _check_argument(check: Callable[[str], str], text: str) -> str:
 
 
 def add_input_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags shared by all tools that read text."""
+    """Add the flags shared by the data tools that read text."""
     add = parser.add_argument
     add(
         "--input", nargs="+", required=True, type=local_path,
@@ -230,15 +230,21 @@ def add_input_flags(parser: argparse.ArgumentParser) -> None:
         ".zst; FILE@2 reads FILE twice, FILE@0.5 a random half of its documents",
     )  # fmt: skip
     add(
-        "--encoding",
-        default="utf-8",
-        help="encoding of the input, such as gb18030 or utf-16; auto finds that of each file (default: utf-8)",
-    )
-    add(
         "--on-error",
         choices=("stop", "skip"),
         default="stop",
         help="whether an unreadable document stops the tool or is skipped (default: stop)",
+    )
+    add_text_flags(parser)
+
+
+def add_text_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags shared by all tools whose --input is text."""
+    add = parser.add_argument
+    add(
+        "--encoding",
+        default="utf-8",
+        help="encoding of --input, such as gb18030 or utf-16; auto finds that of each file (default: utf-8)",
     )
     add(
         "--max-document-mb", type=positive_float, default=MAX_DOCUMENT_BYTES / 2**20,

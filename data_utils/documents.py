@@ -353,27 +353,19 @@ def _document_ranges(delimiter: re.Pattern[bytes], content: bytes) -> Iterator[t
 
 
 def read_texts(
-    inputs: Sequence[str] | Sequence[Source],
+    inputs: Sequence[str],
     key: str = "text",
     largest: int = MAX_DOCUMENT_BYTES,
     on_bad: Callable[[BadLine], None] | None = None,
     seed: int = 0,
+    encoding: str = "utf-8",
 ) -> Iterator[str]:
     """Yield all documents of all inputs in order, in this process.
 
     on_bad: called with each bad line. Without `on_bad`, the first bad line raises InputError.
-    seed: seed of the documents that FILE@0.5 uses.
+    seed: seed of the documents that FILE@0.5 uses. inputs, encoding: see `find_files`.
     """
-    sources = []
-    names = []
-    for each in inputs:
-        if isinstance(each, Source):
-            sources.append(each)
-        else:
-            names.append(each)
-    if names:
-        sources += find_files(names)
-    for source in sources:
+    for source in find_files(inputs, encoding):
         for chunk in chunks(source, largest=largest):
             for document in documents(chunk, (key,), seed, largest):
                 if not isinstance(document, BadLine):

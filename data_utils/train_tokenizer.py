@@ -13,7 +13,7 @@ from megatron.tokenizer.sentencepiece import EOD
 
 from .cli import Parser, add_input_flags, local_path, max_document_bytes, positive_int, run, unreadable_error
 from .documents import read_texts
-from .files import check_outputs, find_files
+from .files import check_outputs
 from .progress import Progress
 from .streams import BadLine, InputError
 from .tokenizer_training import train_byte_bpe, train_cpm, train_cpm_vocab, train_sentencepiece
@@ -78,8 +78,9 @@ def main(args: argparse.Namespace) -> None:
             raise unreadable_error(line)
         bad_line_numbers.append(line.line)
 
-    sources = find_files(args.input, args.encoding)
-    documents = read_texts(sources, args.json_key, max_document_bytes(args), on_bad, args.seed)
+    documents = read_texts(
+        args.input, args.json_key, max_document_bytes(args), on_bad, args.seed, encoding=args.encoding
+    )
     corpus = sample_documents(documents, args.max_mb * 10**6, args.seed, args.quiet)
     if not any(text.strip() for text in corpus):
         raise InputError(f"no text in {', '.join(args.input)}")

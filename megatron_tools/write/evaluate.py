@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 
+from data_utils.cli import max_document_bytes
 from data_utils.documents import read_texts
 from data_utils.progress import Progress
 from megatron import mpu
 from megatron.atomic import write_text
 from megatron.checkpointing import load_weights
 from megatron.checkpointing.pruned import read_newest
+from megatron.config.fields import problems_where, raise_first_problem
 from megatron.features.cpu_matmul import pack_weights
 from megatron.features.harness import evaluate_tasks
 from megatron.features.scoring import Score, read_cloze, score_one, token_nats
@@ -92,13 +94,15 @@ def load_hf_subject(args: argparse.Namespace) -> Harness:
     tokenizer.refuse_contradiction()
     if args.vocab_file and has_vocab_file(Path(args.hf)):
         check_same_ids(tokenizer, load_tokenizer(args.hf), f"{args.vocab_file} is not the tokenizer of {args.hf}")
-    if tokenizer.vocab_size > model.config.vocab_size:
+    text_config = model.config.get_text_config()  # the settings of the text model, for models that also read images
+    if tokenizer.vocab_size > text_config.vocab_size:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, "
-            f"more than the model's vocabulary of {model.config.vocab_size}"
+            f"more than the model's vocabulary of {text_config.vocab_size}"
         )
-    # Some models (BLOOM's, Mamba's) have no limit. lm-eval's window for them is 2,048 tokens.
-    max_length = getattr(model.config, "max_position_embeddings", args.window or 2048)
+    # Some models (BLOOM's, Mamba's) have no limit. lm-eval's window for them is 2,048 tokens. MPT has another name.
+    other_limit = getattr(text_config, "max_seq_len", args.window or 2048)
+    max_length = getattr(text_config, "max_position_embeddings", other_limit)
     window = _context_window(args, max_length, max_length)
     return Harness(
         lambda tokens: model(tokens).logits, tokenizer, window, device_here, model.generation_config.eos_token_id
@@ -114,7 +118,7 @@ def measure_perplexity(subject: Harness, args: argparse.Namespace) -> dict[str, 
     tokenizer = subject.tokenizer
     window_length = subject.max_length + 1  # the last token of a window is a target, but not an input
     stride = args.stride or max(subject.max_length // 2, 1)
-    documents = read_texts(args.input, args.json_key)
+    documents = read_texts(args.input, args.json_key, max_document_bytes(args), encoding=args.encoding)
     for text in Progress(documents, desc="scoring", unit=" documents", disable=args.quiet):
         # `before` gives the first token of the text a context.
         ids = [*tokenizer.before, *tokenizer.encode(text), tokenizer.eod]
@@ -139,7 +143,7 @@ def measure_perplexity(subject: Harness, args: argparse.Namespace) -> dict[str, 
 
 def measure_cloze(subject: Harness, args: argparse.Namespace) -> dict[str, Any]:
     """Return the cloze accuracy: the share of questions whose target is the greedy continuation of the context."""
-    requests = read_cloze(args.cloze, subject.tokenizer, subject.max_length)
+    requests = read_cloze(args.cloze, subject.tokenizer, subject.max_length)[: args.limit]
     num_right = sum(score_one(request, subject.logits_of, subject.device).greedy for request in requests)
     return {"accuracy": num_right / len(requests), "right": num_right, "questions": len(requests)}
 
@@ -157,14 +161,22 @@ def run_tasks(subject: Harness, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(args: argparse.Namespace) -> None:
-    # Exactly one of the two may be given.
-    if bool(args.load) == bool(args.hf):
-        raise ValueError("give either --load (a run) or --hf (a Hugging Face folder)")
-    if args.ema and args.hf:
-        raise ValueError("--ema needs --load, a run with --ema-decay; leave it out with --hf")
-    # Exactly one of the three may be given.
-    if sum(map(bool, (args.input, args.cloze, args.tasks))) != 1:
-        raise ValueError("give one of --input (text to score), --cloze (questions) and --tasks (tasks of lm-eval)")
+    is_given = args.stride or args.json_key != "text" or args.encoding != "utf-8"
+    problems = problems_where(
+        # Exactly one of the two may be given.
+        (bool(args.load) == bool(args.hf), "give either --load (a run) or --hf (a Hugging Face folder)"),
+        (args.hf and not Path(args.hf).is_dir(), f"--hf {args.hf} is not a folder"),
+        (args.ema and args.hf, "--ema needs --load, a run with --ema-decay; leave it out with --hf"),
+        # Exactly one of the three may be given.
+        (
+            sum(map(bool, (args.input, args.cloze, args.tasks))) != 1,
+            "give one of --input (text to score), --cloze (questions) and --tasks (tasks of lm-eval)",
+        ),
+        (is_given and not args.input, "--stride, --json-key and --encoding need --input"),
+        (args.task_folder and not args.tasks, "--task-folder needs --tasks"),
+        (args.limit and args.input, "--limit is for --cloze and --tasks; omit it with --input"),
+    )
+    raise_first_problem(problems)
     subject = load_subject(args) if args.load else load_hf_subject(args)
     if args.tasks:
         metrics = run_tasks(subject, args)

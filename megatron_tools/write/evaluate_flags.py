@@ -3,7 +3,7 @@
 The model is a run of this project or a Hugging Face folder. The tool uses the GPU if there is one.
 """
 
-from data_utils.cli import Parser, any_path, local_path, output_file, positive_int, run
+from data_utils.cli import Parser, add_text_flags, any_path, local_path, output_file, positive_int, run
 
 EXAMPLES = """\
   python tools/evaluate.py --load runs/gpt2 --input held_out.jsonl --stride 64
@@ -28,7 +28,11 @@ def build_parser() -> Parser:
     add("--cloze", type=local_path, help="file of JSON lines, each with a context and a target")
     add("--tasks", help="comma-separated lm-eval tasks")
     add("--task-folder", type=local_path, help="folder with custom tasks for --tasks, in lm-eval's format")
-    add("--limit", type=positive_int, help="maximum number of questions in each task of --tasks (default: all)")
+    add(
+        "--limit",
+        type=positive_int,
+        help="maximum number of questions in --cloze, or in each task of --tasks (default: all)",
+    )
     add("--vocab-file", type=local_path, help="tokenizer file or folder (default: the tokenizer of --load or --hf)")
     add("--json-key", default="text", help="key of the text in each record of --input (default: text)")
     add(
@@ -43,7 +47,7 @@ def build_parser() -> Parser:
         help="tokens to score per window; a smaller stride gives each token more context (default: half the window)",
     )
     add("--json", type=output_file, help="JSON file to write the results to")
-    add("--quiet", action="store_true", help="hide the progress bar")
+    add_text_flags(parser)
     return parser
 
 

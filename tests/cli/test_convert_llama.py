@@ -234,15 +234,30 @@ def test_evaluation_is_theirs(tmp_path: Path) -> None:
         assert (found["tokens"], found["loss"]) == (count, pytest.approx(nats / count, rel=1e-5))
 
 
-def test_a_model_without_a_limit_of_positions_is_evaluated(tmp_path: Path) -> None:
+ONE_HEAD = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8, "hidden_size": 8}
+ONE_LAYER = {**ONE_HEAD, "num_hidden_layers": 1, "intermediate_size": 8, "max_position_embeddings": 32}
+WITHOUT_THE_USUAL_NAME = {
+    "bloom": ({"hidden_size": 8, "n_layer": 1, "n_head": 1}, 2048),  # no limit
+    "mpt": ({"d_model": 8, "n_layers": 1, "n_heads": 1, "max_seq_len": 64}, 64),
+    "gemma3": ({"text_config": ONE_LAYER, "vision_config": ONE_LAYER}, 32),  # reads images and text
+}
+
+
+@pytest.mark.parametrize("kind", WITHOUT_THE_USUAL_NAME)
+def test_the_window_of_models_without_max_position_embeddings(kind: str, tmp_path: Path) -> None:
     made, named = tokenizer_of("llama3")
     made.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
-    sizes = {"vocab_size": made.get_vocab_size(), "hidden_size": 8, "n_layer": 1, "n_head": 1}
-    transformers.BloomForCausalLM(transformers.BloomConfig(**sizes)).save_pretrained(tmp_path)
-    for flags, window in (([], 2048), (["--window", "5000"], 5000)):
+    sizes, limit = WITHOUT_THE_USUAL_NAME[kind]
+    config = transformers.AutoConfig.for_model(kind, **sizes)
+    config.get_text_config().vocab_size = made.get_vocab_size()
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    wider = [(["--window", "5000"], 5000)] if kind == "bloom" else []
+    for flags, window in (([], limit), *wider):
         argv = ["--hf", str(tmp_path), "--input", "x", *flags]
-        assert evaluate.load_hf_subject(evaluate_flags.build_parser().parse_args(argv)).max_length == window
+        subject = evaluate.load_hf_subject(evaluate_flags.build_parser().parse_args(argv))
+        assert subject.max_length == window
+        assert subject.logits_of(torch.tensor([[1, 2, 3]])).shape == (1, 3, made.get_vocab_size())
 
 
 def test_it_trains_on_in_two_commands(tmp_path: Path) -> None:

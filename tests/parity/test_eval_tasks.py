@@ -220,14 +220,13 @@ def test_the_tool_gives_the_accuracy_and_a_finished_run_is_not_evaluated_again(
     on_ranks(1, run_all, [start, start], tiny_data, vocab_file)
     rows = [row for row in rows_of(tmp_path / "run") if row["split"] == "eval/questions"]
     assert [row["iteration"] for row in rows] == [2, 3] and rows[0]["questions"] == 3
-    three = tmp_path / "three.jsonl"
-    three.write_text("".join(questions.read_text().splitlines(keepends=True)[:3]))
     done = command(
-        *("python", "tools/evaluate.py", "--load", str(tmp_path / "run"), "--cloze", str(three), "--quiet"),
+        *("python", "tools/evaluate.py", "--load", str(tmp_path / "run"), "--cloze", str(questions), "--limit", "3"),
         *("--json", str(tmp_path / "found.json")),
     )
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "found.json").read_text())["accuracy"] == rows[1]["accuracy"]
+    assert json.loads((tmp_path / "found.json").read_text())["questions"] == 3
 
 
 @pytest.mark.parametrize(

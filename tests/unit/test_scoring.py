@@ -2,12 +2,15 @@ import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from data_utils.streams import InputError
 from megatron.features.scoring import Request, read_cloze, score_one, token_nats, windows
+from megatron_tools.write import evaluate, evaluate_flags
 
 CPU = torch.device("cpu")
 
@@ -61,3 +64,42 @@ def test_a_line_of_cloze_questions_ends_only_at_a_line_feed(separator: str, tmp_
     tokenizer = SimpleNamespace(before=[0], encode=lambda text: [ord(c) for c in text])
     found = read_cloze(str(tmp_path / "cloze.jsonl"), tokenizer, 9)  # type: ignore[arg-type]
     assert found == [Request([0, ord("a"), ord(separator), ord("b"), ord("c")], 1), Request([0, ord("d"), ord("e")], 1)]
+
+
+def scored(*flags: str) -> dict[str, Any]:
+    """Return the numbers of tools/evaluate.py --input for a model that gives every character the same probability."""
+    tokenizer = SimpleNamespace(before=[0], eod=0, encode=lambda text: [ord(c) for c in text])
+    uniform = torch.zeros(1, 1, 1).expand(1, 99, 0x110000)
+    subject: Any = SimpleNamespace(
+        tokenizer=tokenizer, max_length=99, logits_of=lambda tokens: uniform[:, : tokens.shape[1]], device=CPU
+    )
+    argv = ["--load", "x", "--quiet", "--input", *flags]
+    return evaluate.measure_perplexity(subject, evaluate_flags.build_parser().parse_args(argv))
+
+
+def test_a_text_in_another_encoding_is_scored(tmp_path: Path) -> None:
+    text = "春天来了，花开了。"
+    path = tmp_path / "gbk.txt"
+    path.write_bytes(text.encode("gbk"))
+    found = scored(str(path), "--encoding", "auto")
+    assert (found["bytes"], found["tokens"]) == (len(text.encode()), len(text) + 1)
+    assert found["loss"] == pytest.approx(math.log(0x110000))
+    for flags, message in ([], "try --encoding gb18030"), (["--encoding", "auto", "--max-document-mb", "1e-5"], "-mb"):
+        with pytest.raises(InputError, match=message):
+            scored(str(path), *flags)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--load x --input x --limit 3", "--limit is for --cloze and --tasks"),
+        ("--load x --cloze x --stride 3", "need --input"),
+        ("--load x --tasks x --json-key y", "need --input"),
+        ("--load x --cloze x --encoding auto", "need --input"),
+        ("--load x --cloze x --task-folder y", "--task-folder needs --tasks"),
+        ("--hf none/x --input x", "--hf none/x is not a folder"),
+    ],
+)
+def test_flags_without_effect_are_refused(argv: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        evaluate.main(evaluate_flags.build_parser().parse_args(argv.split()))

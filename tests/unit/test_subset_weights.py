@@ -78,5 +78,4 @@ def test_the_text_for_a_tokenizer_is_as_long_as_asked_for(longest_first: bool) -
 
 
 def test_a_tokenizer_reads_the_half_that_a_corpus_does(lines: Path) -> None:
-    half = Source(str(lines), 0.5)
-    assert [int(text) for text in read_texts([half], seed=7)] == np.flatnonzero(taken(lines, 7)).tolist()
+    assert [int(text) for text in read_texts([f"{lines}@0.5"], seed=7)] == np.flatnonzero(taken(lines, 7)).tolist()
