@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from json import JSONDecodeError
 from pathlib import Path
@@ -78,6 +78,16 @@ def read_json(path: Path, kind: type | None = None) -> Any:
     except UnicodeDecodeError as error:
         raise JsonError(f"{path} is {why_unreadable(error)}") from None
     return parse_json(text, str(path), kind)
+
+
+def read_lines(path: str) -> Iterator[str]:
+    """Yield the lines of a text file. Raises JsonError, which names the file, if it is not UTF-8, and OSError."""
+    try:
+        # `str.splitlines` would also split at U+2028, which a text may contain.
+        with open(path, encoding="utf-8-sig") as file:
+            yield from file
+    except UnicodeDecodeError as error:
+        raise JsonError(f"{path} is {why_unreadable(error)}") from None
 
 
 def is_list(value: Any, is_valid: Callable[[Any], bool], length: int | None = None) -> bool:

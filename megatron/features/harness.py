@@ -149,7 +149,9 @@ def local_tasks(path: Path) -> list[str]:
         if match:
             names.append(match[1])
     if not names:
-        raise ValueError(f"{path} has no lm-eval task: a YAML file of a task has a line `task: NAME`")
+        raise ValueError(
+            f"{path} has no lm-eval task: a YAML file of a task has a line `task: NAME`; groups are not supported"
+        )
     return names
 
 

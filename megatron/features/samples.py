@@ -3,6 +3,7 @@
 Rank 0 encodes the prompts, and draws each next token. All ranks compute its logits, in the layout of the run.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,9 @@ class SampleSettings(FeatureSettings):
 
     def problems(self) -> Iterator[str]:
         if self.sample_prompt:
+            # Python reads bytes of an argument that are not UTF-8 as halves of surrogate pairs.
+            if re.search("[\ud800-\udfff]", "".join(self.sample_prompt)):
+                yield "--sample-prompt is not valid UTF-8; set the terminal's encoding to UTF-8"
             return
         for name in ("sample_interval", "sample_tokens", "sample_temperature"):
             # The attribute of the class is the default of the setting.

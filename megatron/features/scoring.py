@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..json_text import JsonBoundError, parse_json, why_unreadable
+from ..json_text import JsonBoundError, parse_json, read_lines
 from ..tokenizer import Tokenizer
 
 Logits = Callable[[Tensor], Tensor]  # tokens [b, s] -> logits [b, s, v]
@@ -123,13 +123,7 @@ def read_cloze(path: str, tokenizer: Tokenizer, max_length: int) -> list[Request
     Raises ValueError that names the file and the line, and OSError.
     """
     requests = []
-    try:
-        with open(path, encoding="utf-8-sig") as file:
-            # `splitlines` would also split at U+2028, which a text may contain.
-            lines = file.readlines()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is {why_unreadable(error)}") from None
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(read_lines(path), start=1):
         if line.isspace():
             continue
         where = f"{path}, line {number}"

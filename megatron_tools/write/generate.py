@@ -14,7 +14,7 @@ from megatron import mpu
 from megatron.checkpointing import load_weights
 from megatron.checkpointing.pruned import read_newest
 from megatron.config import Config
-from megatron.config.fields import problems_where, raise_first_problem
+from megatron.config.fields import flag, problems_where, raise_first_problem
 from megatron.features.cpu_matmul import pack_weights
 from megatron.model.gpt2 import GPT2Model
 from megatron.model.gpt2_layers import gpt2_layers, vocab_size_of
@@ -154,24 +154,31 @@ def stream_texts(writer: Writer, args: argparse.Namespace) -> None:
             earlier_messages = (*prompt.messages, Message("assistant", text))
 
 
+# Flags of whole numbers -> smallest value
+MINIMA = {
+    "num_samples": 1, "max_new_tokens": 1, "batch_size": 1, "model_parallel_size": 1,
+    "top_k": 0, "num_beams": 0, "top_lift": 0, "pipe_parallel_size": 0,
+}  # fmt: skip
+
+
 def check_sampling_flags(args: argparse.Namespace) -> None:
     """Raise ValueError for a flag whose number is out of range."""
-    for name, is_valid, requirement in (
-        ("num_samples", args.num_samples >= 1, "at least 1"),
-        ("max_new_tokens", args.max_new_tokens >= 1, "at least 1"),
-        ("temperature", 0 <= args.temperature < math.inf, "at least 0 (0: greedy decoding), and finite"),
-        ("top_k", args.top_k >= 0, "at least 0 (0: all tokens)"),
-        ("top_p", 0 < args.top_p <= 1, "above 0 and at most 1 (1: all tokens)"),
-        ("num_beams", args.num_beams >= 0, "at least 0 (0: sampling)"),
-        ("top_lift", args.top_lift >= 0, "at least 0 (0: prints no tokens)"),
-        ("batch_size", args.batch_size >= 1, "at least 1"),
-        ("model_parallel_size", args.model_parallel_size >= 1, "at least 1"),
-        ("pipe_parallel_size", args.pipe_parallel_size >= 0, "at least 0 (0: no pipeline)"),
-    ):
-        if not is_valid:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be {requirement}")
-    if 0 < args.num_beams < args.num_samples:
-        raise ValueError(f"--num-samples {args.num_samples} exceeds --num-beams {args.num_beams}; raise --num-beams")
+    for name, minimum in MINIMA.items():
+        value = getattr(args, name)
+        if value < minimum:
+            raise ValueError(f"{flag(name)} {value} must be at least {minimum}")
+    problems = problems_where(
+        (
+            not 0 <= args.temperature < math.inf,
+            f"--temperature {args.temperature} must be at least 0 (0: greedy decoding), and finite",
+        ),
+        (not 0 < args.top_p <= 1, f"--top-p {args.top_p} must be above 0 and at most 1 (1: all tokens)"),
+        (
+            0 < args.num_beams < args.num_samples,
+            f"--num-samples {args.num_samples} exceeds --num-beams {args.num_beams}; raise --num-beams",
+        ),
+    )
+    raise_first_problem(problems)
 
 
 def should_stream(args: argparse.Namespace, is_t5: bool) -> bool:

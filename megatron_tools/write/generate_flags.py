@@ -110,7 +110,12 @@ def build_parser() -> Parser:
     )
     add("--stream", action="store_true", help="print the text while it is generated")
     add_sampling_flags(parser)
-    add("--num-beams", type=int, default=0, help="width of beam search; 0 for sampling (default: 0)")
+    add(
+        "--num-beams",
+        type=int,
+        default=0,
+        help="width of beam search, which ignores the flags of sampling; 0 for sampling (default: 0)",
+    )
     add("--model-parallel-size", type=int, default=1, help="tensor-parallel ranks (default: 1)")
     add("--pipe-parallel-size", type=int, default=0, help="pipeline stages; 0 for none (default: 0)")
     add(

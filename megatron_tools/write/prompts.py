@@ -22,7 +22,7 @@ from data_utils.chats import refuse_unread_keys
 from data_utils.sidecars import chat_corpora
 from megatron.config import Config
 from megatron.config.fields import problems_where, raise_first_problem
-from megatron.json_text import JsonBoundError, format_value, parse_json
+from megatron.json_text import JsonBoundError, format_value, parse_json, read_lines
 from megatron.ranks.rank_0 import is_rank_0
 from megatron.tokenizer import Tokenizer
 
@@ -45,6 +45,7 @@ def check_prompt_flags(args: argparse.Namespace) -> None:
             has_suffix and (args.interactive or args.input),
             '--suffix needs --prompt; in a file for --input, write {"prompt": ..., "suffix": ...}',
         ),
+        (args.fim_tokens and not (has_suffix or args.input), "--fim-tokens needs --suffix or --input"),
     )
     raise_first_problem(problems)
 
@@ -123,11 +124,10 @@ def _fim_marks(names: list[str] | None, config: Config, tokenizer: Tokenizer) ->
 def read_prompts(args: argparse.Namespace) -> Iterator[Prompt]:
     """Yield the prompts one after another. All ranks get the same prompts."""
     if args.input:
-        with open(args.input, encoding="utf-8-sig") as file:
-            for line_number, line in enumerate(file, 1):
-                if args.chat and not line.strip():
-                    continue  # --interactive skips empty lines, too
-                yield _parse_input_line(line, args.chat, f"{args.input}, line {line_number}")
+        for line_number, line in enumerate(read_lines(args.input), 1):
+            if args.chat and not line.strip():
+                continue  # --interactive skips empty lines, too
+            yield _parse_input_line(line, args.chat, f"{args.input}, line {line_number}")
     elif args.interactive:
         while line := _read_line():
             text = line.rstrip("\n")

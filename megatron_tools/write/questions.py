@@ -12,6 +12,7 @@ from typing import NamedTuple
 from data_utils.chat_encoder import ChatEncoder, turn_end
 from data_utils.chat_messages import Message
 from data_utils.chat_templates import Template
+from data_utils.document_text import check_surrogates
 from megatron.tokenizer import SentinelTokenizer, Tokenizer
 
 
@@ -87,6 +88,8 @@ class PromptEncoder:
     def question(self, prompt: Prompt) -> Question:
         """Encode a prompt. Raises ValueError for a kind of prompt that this model does not support."""
         tokenizer = self.tokenizer
+        if not isinstance(prompt, Conversation):  # the messages of a conversation have been checked
+            check_surrogates("".join(prompt))
         if isinstance(tokenizer, SentinelTokenizer):
             if not isinstance(prompt, str):
                 raise ValueError("a T5 fills masked spans in its prompt, such as <extra_id_0>; omit the suffix")

@@ -80,6 +80,7 @@ def test_training_is_unchanged(tmp_path: Path, tiny_data: str, vocab_file: str) 
         ("gpt2", "--sample-tokens 5", "--sample-prompt"),
         ("gpt2", "--sample-prompt x --objective prefix-lm", "--objective"),
         ("t5", "--sample-prompt x", "--sample-prompt"),
+        ("gpt2", "--sample-prompt \udcc4\udce3", "--sample-prompt is not valid UTF-8"),  # bytes of GBK
     ],
 )
 def test_settings_that_do_not_go_together(name: str, more: str, named: str) -> None:

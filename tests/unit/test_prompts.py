@@ -308,11 +308,25 @@ def test_lines_of_a_file(tmp_path: Path) -> None:
         ("--chat-template chatml", "--chat-template needs --chat"),
         ("--suffix a --input b", "--suffix needs --prompt"),
         ("--prompt a --interactive", "give one of --prompt, --input and --interactive"),
+        ("--prompt a --fim-tokens a b c", "--fim-tokens needs --suffix or --input"),
     ],
 )
 def test_flags_that_do_not_go_together(argv: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         asking.check_prompt_flags(flags(*argv.split()))
+
+
+@pytest.mark.parametrize("prompt", ["\udcc4\udce3", Infill("a", "b\ud83d")])
+def test_text_that_is_not_unicode_is_refused(prompt: str | Infill, tokenizer: Tokenizer) -> None:
+    with pytest.raises(ValueError, match="half of a surrogate pair"):
+        PromptEncoder(tokenizer).question(prompt)
+
+
+def test_prompts_in_another_encoding_are_refused_with_the_name_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "gbk.txt"
+    path.write_bytes("你好".encode("gbk"))
+    with pytest.raises(ValueError, match="gbk.txt is not UTF-8"):
+        next(asking.read_prompts(flags("--input", str(path))))
 
 
 def test_what_a_model_cannot_be_asked(tokenizer: Tokenizer, folder: Path) -> None:
