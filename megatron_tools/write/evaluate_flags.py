@@ -3,7 +3,9 @@
 The model is a run of this project or a Hugging Face folder. The tool uses the GPU if there is one.
 """
 
-from data_utils.cli import Parser, add_text_flags, any_path, local_path, output_file, positive_int, run
+from data_utils.cli import Parser, add_text_flags, local_path, output_file, positive_int, run
+
+from .generate_flags import add_model_flags
 
 EXAMPLES = """\
   python tools/evaluate.py --load runs/gpt2 --input held_out.jsonl --stride 64
@@ -16,13 +18,8 @@ EXAMPLES = """\
 
 def build_parser() -> Parser:
     parser = Parser(__doc__, EXAMPLES)
+    add_model_flags(parser, required=False)
     add = parser.add_argument
-    add(
-        "--load",
-        type=any_path,
-        help="run directory, checkpoint, or Hugging Face folder of a GPT-2, Llama, Qwen or Mistral",
-    )
-    add("--ema", action="store_true", help="use the moving average of the weights that a run with --ema-decay keeps")
     add("--hf", type=local_path, help="Hugging Face folder to evaluate with transformers")
     add("--input", type=local_path, nargs="+", help="text files to score, in the formats of tools/preprocess_data.py")
     add("--cloze", type=local_path, help="file of JSON lines, each with a context and a target")
@@ -33,7 +30,6 @@ def build_parser() -> Parser:
         type=positive_int,
         help="maximum number of questions in --cloze, or in each task of --tasks (default: all)",
     )
-    add("--vocab-file", type=local_path, help="tokenizer file or folder (default: the tokenizer of --load or --hf)")
     add("--json-key", default="text", help="key of the text in each record of --input (default: text)")
     add(
         "--window",

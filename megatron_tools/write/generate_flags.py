@@ -23,17 +23,17 @@ EXAMPLES = """\
       --model-parallel-size 2 --pipe-parallel-size 2 --prompt "春天" """
 
 
-def add_model_flags(parser: Parser) -> None:
+def add_model_flags(parser: Parser, required: bool = True) -> None:
     """Add the flags that name the model and its tokenizer."""
     add = parser.add_argument
     add("--ema", action="store_true", help="use the moving average of the weights that a run with --ema-decay keeps")
     add(
         "--load",
         type=any_path,
-        required=True,
-        help="run directory, checkpoint(s), or Hugging Face folder of a GPT-2, Llama, Qwen or Mistral",
+        required=required,
+        help="run directory, checkpoint, or Hugging Face folder of a GPT-2, Llama, Qwen or Mistral",
     )
-    add("--vocab-file", type=local_path, help="tokenizer file or folder (default: the tokenizer of --load)")
+    add("--vocab-file", type=local_path, help="tokenizer file or folder (default: that of the model)")
 
 
 def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
