@@ -80,7 +80,8 @@ def onednn_pack(weight: Tensor, rows: int) -> Tensor:
 def onednn_matmuls() -> Iterator[None]:
     """Run torch.bmm in oneDNN for fp32 matrices that hold bf16 values or will be rounded to bf16.
 
-    oneDNN may round the factors to bf16 and sums in fp32; it rounds where this is faster, as on CPUs with AMX.
+    oneDNN may round the factors to bf16 and sums in fp32; it rounds where this is faster, as on CPUs with AMX. The
+    setting is that of the process, so no other thread may multiply meanwhile.
     """
     settings: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     given = settings.fp32_precision

@@ -211,6 +211,11 @@ def _probabilities(block: Piece, query: Tensor, transposed_key: Tensor, bias: Te
     # Adding minus infinity is faster than masked_fill_.
     if block.causal:  # the last query sees all keys
         scores_by_head += torch.full((queries, keys), -torch.inf).triu_(keys - queries + 1)
-    elif block.mask is not None:
-        scores_by_head += torch.where(block.mask[0], 0.0, -torch.inf)
-    return torch.softmax(scores, -1)
+    if block.mask is None:
+        return torch.softmax(scores, -1)
+    mask = block.mask[0]
+    sees_any = mask.any(-1, keepdim=True)
+    scores_by_head += torch.where(mask | ~sees_any, 0.0, -torch.inf)
+    p = torch.softmax(scores, -1)
+    p.view(scores_by_head.shape).mul_(sees_any)  # zeros for a query that sees no key, as in torch's kernel
+    return p
