@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.data import corpus_prefixes
+from megatron.data.corpus_paths import whole_of
 from megatron.data.indexed_dataset import LOSS_SUFFIX, IndexedDataset
 from megatron.data.splits import PARTS, parse_split, split_documents
 from megatron.storage import is_url
@@ -19,7 +20,8 @@ from .sidecars import KEPT_ENTRIES, check_output, pair_prefixes, read_sidecar
 
 def merge_pairs(args: argparse.Namespace) -> None:
     """Run the command `merge`: concatenate several .bin/.idx pairs into one."""
-    prefixes = list(corpus_prefixes(args.prefixes))
+    given = list(corpus_prefixes(args.prefixes))
+    prefixes = [prefix for prefix in given if whole_of(prefix) not in given]  # a pattern also matches loss masks
     sidecars = list(map(read_sidecar, prefixes))
     present = list(filter(None, sidecars))
     pairs = list(map(pair_prefixes, prefixes))

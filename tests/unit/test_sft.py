@@ -553,7 +553,9 @@ def test_from_records_to_pairs(tmp_path: Path, vocab_file: str, capsys: pytest.C
     with pytest.raises(inputs.MissingInputs, match=f"only a part of the corpus {tmp_path}/b_sft; pass --data-path"):
         inputs.require_inputs(TASKS["gpt2"](), config)
     assert (about["objective"], about["chat_template"], about["tokens"]) == ("sft", "chatml", tokens.num_tokens)
-    inspect_data.merge_pairs(Namespace(prefixes=[str(tmp_path / "b_sft")] * 2, output=str(tmp_path / "m_sft")))
+    matched = map(str, sorted(tmp_path.glob("b_sft*")))  # files of the tokens and of the loss mask
+    prefixes = [*matched, f"{tmp_path}/b_sft"]
+    inspect_data.merge_pairs(Namespace(prefixes=prefixes, output=str(tmp_path / "m_sft")))
     inspect_data.verify(Namespace(prefix=str(tmp_path / "m_sft"), vocab_file=vocab_file, tokenizer_type="auto"))
     assert "m_sft_loss: 4 documents" in capsys.readouterr().out
     with open(tmp_path / "m_sft_loss.bin", "r+b") as file:
