@@ -156,12 +156,11 @@ class _RjiebaSegmenter:
         self._doubtful = re.compile("|".join(map(re.escape, longest_first)))
 
     def cut(self, text: str) -> str:
-        parts: list[str] = []
-        self._cut_around(text, (match.span() for match in self._doubtful.finditer(text)), parts)
-        return SEPARATOR.join(parts)
+        doubtful = (match.span() for match in self._doubtful.finditer(text))
+        return SEPARATOR.join(self._cut_around(text, doubtful))
 
-    def _cut_around(self, text: str, doubtful: Iterable[tuple[int, int]], words_out: list[str]) -> None:
-        """Segment the blocks around `doubtful` spans with jieba and the other text with rjieba; append to `words_out`.
+    def _cut_around(self, text: str, doubtful: Iterable[tuple[int, int]]) -> Iterator[str]:
+        """Segment the blocks around `doubtful` spans with jieba and the other text with rjieba; yield the results.
 
         doubtful: (start, end) of text for which rjieba could differ from jieba.
         """
@@ -173,21 +172,21 @@ class _RjiebaSegmenter:
                 start -= 1
             while end < len(text) and self._is_word_char(text[end]):
                 end += 1
-            self._cut_plain(text[position:start], words_out)
-            words_out.append(self._cut_doubtful(text[start:end]))
+            yield from self._cut_plain(text[position:start])
+            yield self._cut_doubtful(text[start:end])
             position = end
-        self._cut_plain(text[position:], words_out)
+        yield from self._cut_plain(text[position:])
 
     @staticmethod
     def _is_word_char(char: str) -> bool:
         return char in _LETTERS or _HAN.match(char) is not None
 
-    def _cut_plain(self, text: str, words_out: list[str]) -> None:
-        """Segment text that matches no pattern in `_doubtful`; append its words to `words_out`."""
+    def _cut_plain(self, text: str) -> Iterator[str]:
+        """Segment text that matches no pattern in `_doubtful`; yield its words."""
         parts = _HAN.split(text)  # even indices: other text, maybe empty; odd indices: sequences of Han characters
         if len(parts) == 1:
             if text:
-                words_out.append(_cut_between(text))
+                yield _cut_between(text)
             return
         between = parts[::2]
         blocks = parts[1::2]
@@ -202,13 +201,13 @@ class _RjiebaSegmenter:
                 doubtful.append((position, position + len(block)))
             position += len(block)
         if doubtful:
-            self._cut_around(text, doubtful, words_out)
+            yield from self._cut_around(text, doubtful)
             return
         for between_text, cut_block in zip(between, [*cut_blocks, ""], strict=True):
             if between_text:
-                words_out.append(_cut_between(between_text))
+                yield _cut_between(between_text)
             if cut_block:
-                words_out.append(cut_block)
+                yield cut_block
 
     def _could_differ(self, cut_block: str, before: str, after: str) -> bool:
         """Return True if jieba could segment a sequence of Han characters differently because of letters next to it.
