@@ -128,9 +128,7 @@ def rotate(x: Tensor, angles: Rotation | None, inverse: bool = False) -> Tensor:
     cos, sin = _match_dims(angles, x)
     half = cos.shape[-1]
     sin = -sin if inverse else sin
-    first = x[..., :half]
-    second = x[..., half : 2 * half]
-    rest = x[..., 2 * half :]
+    first, second, rest = x.tensor_split((half, 2 * half), -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
 
 
@@ -147,12 +145,10 @@ def rotate_into(out: Tensor, x: Tensor, angles: Rotation | None, inverse: bool =
     cos, sin = _match_dims(angles, x)
     half = cos.shape[-1]
     sign = -1 if inverse else 1
-    first = x[..., :half]
-    second = x[..., half : 2 * half]
-    out_first = out[..., :half]
-    out_second = out[..., half : 2 * half]
+    first, second, rest = x.tensor_split((half, 2 * half), -1)
+    out_first, out_second, out_rest = out.tensor_split((half, 2 * half), -1)
     torch.mul(first, cos, out=out_first)
     out_first.addcmul_(second, sin, value=-sign)  # first * cos - second * sin
     torch.mul(second, cos, out=out_second)
     out_second.addcmul_(first, sin, value=sign)  # second * cos + first * sin
-    out[..., 2 * half :].copy_(x[..., 2 * half :])
+    out_rest.copy_(rest)
