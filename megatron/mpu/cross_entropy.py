@@ -162,15 +162,17 @@ def logits_gradient(logits: Tensor, state: LossState, grad: Tensor, overwrite: b
     grad: [n] incoming gradient of each token's loss, which is cross entropy plus z-loss.
     overwrite: write the result into the memory of the logits.
     """
-    if uses_fused_loss(logits):
-        from .fused_cross_entropy import fused_gradient
-
-        return fused_gradient(logits, state, grad, overwrite)
     real_rows = state.real_rows
-    result = logits if overwrite else torch.empty_like(logits, memory_format=torch.contiguous_format)
+    is_fused = uses_fused_loss(logits)
+    make_result = torch.clone if is_fused else torch.empty_like  # the fused function reads the logits in the result
+    result = logits if overwrite else make_result(logits, memory_format=torch.contiguous_format)
     result[:, real_rows:] = 0.0
     if not real_rows:
         return result
+    if is_fused:
+        from .fused_cross_entropy import fused_gradient
+
+        return fused_gradient(result, state, grad)
     # Softmax can write into the result if it has the same dtype, but not over the logits that it still reads.
     writes_directly = result.dtype == grad.dtype and not overwrite
     for chunk in token_chunks(logits):

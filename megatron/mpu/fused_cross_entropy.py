@@ -82,13 +82,11 @@ def _write_in_chunks(logits: Tensor, *token_values: Tensor) -> Tensor:
 write_gradient = Fused(_write_gradient, _write_in_chunks)
 
 
-def fused_gradient(logits: Tensor, state: LossState, grad: Tensor, overwrite: bool) -> Tensor:
-    """Return the gradient of the losses with respect to logits [n, v/t]; see `cross_entropy.logits_gradient`."""
-    real_rows = state.real_rows
-    result = logits if overwrite else logits.clone(memory_format=torch.contiguous_format)
-    result[:, real_rows:] = 0.0
-    if not real_rows:
-        return result
+def fused_gradient(logits: Tensor, state: LossState, grad: Tensor) -> Tensor:
+    """Overwrite logits [n, v/t] with the gradient of the losses, and return it; see `cross_entropy.logits_gradient`.
+
+    The columns of padding stay as they are.
+    """
     # The gradient is `grad * share` times the probabilities, minus `grad` at the target.
     token_values = (
         state.max_logit,
@@ -97,6 +95,6 @@ def fused_gradient(logits: Tensor, state: LossState, grad: Tensor, overwrite: bo
         grad * state.share,
         -(state.is_local * grad),
     )
-    for chunk in token_chunks(result, FUSED_CHUNK):
-        write_gradient(result[chunk, :real_rows], *(values[chunk] for values in token_values))
-    return result
+    for chunk in token_chunks(logits, FUSED_CHUNK):
+        write_gradient(logits[chunk, : state.real_rows], *(values[chunk] for values in token_values))
+    return logits
