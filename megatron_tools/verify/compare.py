@@ -1,7 +1,7 @@
 """Comparison of two runs of the same model in different layouts, down to the first layer that differs."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -106,16 +106,16 @@ def _as_real(x: Tensor) -> Tensor:
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
+@dataclass(frozen=True)
 class Comparison:
     """Comparison of `run`, a run in a layout, with `reference`, the run in one process.
 
     tolerance: largest relative difference allowed.
     """
 
-    def __init__(self, reference: Records, run: Records, tolerance: float) -> None:
-        self.reference = reference
-        self.run = run
-        self.tolerance = tolerance
+    reference: Records
+    run: Records
+    tolerance: float
 
     def compare(self, layout: str) -> Verdict:
         """Compare everything that the runs recorded, and return the result. layout: name of the layout of `run`."""
@@ -365,17 +365,16 @@ def as_table(verdicts: Sequence[Verdict], tolerance: float) -> str:
     return "\n".join([*align_columns(rows), *explanations])
 
 
-def explanations_of(v: Verdict) -> list[str]:
-    """Return sentences that say what differs and what the user should check."""
-    lines: list[str] = []
+def explanations_of(v: Verdict) -> Iterator[str]:
+    """Yield sentences that say what differs and what the user should check."""
     if v.run_error:
-        lines.append(v.run_error)
+        yield v.run_error
     if v.initial_values:
-        lines.append(f"initial values: {v.initial_values}")
+        yield f"initial values: {v.initial_values}"
     if v.forward:
-        lines.append(f"forward: the first layer that differs is {v.forward}")
+        yield f"forward: the first layer that differs is {v.forward}"
     elif v.loss_differs_at == 1:
-        lines.append(
+        yield (
             "forward: the loss differs, but no module's output does; check the loss function and other code that runs "
             "outside modules"
         )
@@ -385,14 +384,13 @@ def explanations_of(v: Verdict) -> list[str]:
             backward_text += f" ({v.further_gradients} earlier parameters differ as well)"
         if v.forward:
             backward_text += "; it may result from the forward difference"
-        lines.append(backward_text)
+        yield backward_text
     elif not v.forward and (v.loss_differs_at or 0) > 1:
-        lines.append(
+        yield (
             f"step 1 agrees, but the loss of step {v.loss_differs_at} differs; check all-reduces over replicas, the "
             f"optimizer, and buffers or other state that the model changes in a step"
         )
     if v.state:
-        lines.append(f"state: {v.state}")
+        yield f"state: {v.state}"
     for uncompared in v.not_compared:
-        lines.append(f"not compared: {uncompared}")
-    return lines
+        yield f"not compared: {uncompared}"
