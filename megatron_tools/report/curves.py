@@ -197,9 +197,8 @@ TRAINING_METRICS = (
 SHOWN_IF_ZERO = {"lr", "grad_norm", "tokens_per_second", "memory_mb"}
 
 
-def _training_charts(runs: Runs) -> list[Chart]:
-    """Return the charts of TRAINING_METRICS that have values other than zero."""
-    charts = []
+def _training_charts(runs: Runs) -> Iterator[Chart]:
+    """Yield the charts of TRAINING_METRICS that have values other than zero."""
     for key, title, unit, log, factor in TRAINING_METRICS:
         lines = []
         # Other metrics, such as the z-loss, are 0 in runs that do not use them, and then have no chart.
@@ -210,13 +209,11 @@ def _training_charts(runs: Runs) -> list[Chart]:
             lines.append(line)
             shown = shown or any(line["y"])
         if shown:
-            charts.append(Chart(key, title, unit, log, lines, zero=not log))
-    return charts
+            yield Chart(key, title, unit, log, lines, zero=not log)
 
 
-def _timer_charts(runs: Runs) -> list[Chart]:
-    """Return one chart per run, of the times of an iteration's parts. The chart is empty if the run logged no times."""
-    charts = []
+def _timer_charts(runs: Runs) -> Iterator[Chart]:
+    """Yield one chart per run, of the times of an iteration's parts. The chart is empty if the run logged no times."""
     for index, run in enumerate(runs):
         rows = [row for row in run.rows_of("train") if "timers_ms" in row]
         names: set[str] = set()
@@ -227,13 +224,11 @@ def _timer_charts(runs: Runs) -> list[Chart]:
             points = [(row["iteration"], row["timers_ms"].get(name)) for row in rows]
             lines.append(chart_line(index, name, "parts", points))
         title = title_with_run("Parts of an iteration", run.name, runs)
-        charts.append(Chart(f"timers{index}", title, "ms", False, lines, zero=True))
-    return charts
+        yield Chart(f"timers{index}", title, "ms", False, lines, zero=True)
 
 
-def _layer_charts(runs: Runs) -> list[Chart]:
-    """Return one chart per run and metric of layers, with a line for each layer."""
-    charts = []
+def _layer_charts(runs: Runs) -> Iterator[Chart]:
+    """Yield one chart per run and metric of layers, with a line for each layer."""
     for index, run in enumerate(runs):
         for metric, iterations, layers, _ in layer_values(run):
             lines = []
@@ -244,8 +239,7 @@ def _layer_charts(runs: Runs) -> list[Chart]:
                 levels.append({"run": index, "label": "equal shares", "y": EVEN_VALUES[metric]})
             title = title_with_run(METRIC_TITLES[metric], run.name, runs)
             log = metric not in LINEAR_METRICS
-            charts.append(Chart(f"{metric}{index}", title, "", log, lines, levels))
-    return charts
+            yield Chart(f"{metric}{index}", title, "", log, lines, levels)
 
 
 def all_charts(runs: Runs) -> list[Chart]:

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from data_utils.tables import align_columns
 from megatron.tokenizer.load import find_vocab_file
@@ -11,53 +11,44 @@ from megatron_tools.tables import split_columns
 
 from .runs import RunData
 
-Facts = list[tuple[str, str]]
+Facts = Iterable[tuple[str, str]]
 
 
 def result_facts(run: RunData) -> Facts:
-    """Return the run's losses and speed as (name, value) pairs."""
+    """Yield the run's losses and speed as (name, value) pairs."""
     train = run.trained
     valid = run.rows_of("valid")
-    facts = [("iterations", str(run.iteration))]
+    yield "iterations", str(run.iteration)
     if train:
         speeds = sorted(row["tokens_per_second"] for row in train)
-        facts += [
-            ("tokens seen", f"{train[-1]['consumed_tokens']:,}"),
-            ("median speed", f"{speeds[len(speeds) // 2]:,.0f} tokens/s"),
-            ("training loss, first and last line", f"{train[0]['lm_loss']:.3f}, {train[-1]['lm_loss']:.3f} nats/token"),
-        ]
+        yield "tokens seen", f"{train[-1]['consumed_tokens']:,}"
+        yield "median speed", f"{speeds[len(speeds) // 2]:,.0f} tokens/s"
+        losses = f"{train[0]['lm_loss']:.3f}, {train[-1]['lm_loss']:.3f} nats/token"
+        yield "training loss, first and last line", losses
     if valid:
         first = valid[0]
         last = valid[-1]
         best = min(valid, key=lambda row: (math.isnan(row["lm_loss"]), row["lm_loss"]))  # NaN only if all are NaN
         # ppl is the perplexity.
         best_at = f"at iteration {best['iteration']} (perplexity {best['ppl']:.1f})"
-        facts += [
-            ("validation loss, first and last", f"{first['lm_loss']:.3f}, {last['lm_loss']:.3f} nats/token"),
-            ("best validation loss", f"{best['lm_loss']:.3f} {best_at}"),
-        ]
+        yield "validation loss, first and last", f"{first['lm_loss']:.3f}, {last['lm_loss']:.3f} nats/token"
+        yield "best validation loss", f"{best['lm_loss']:.3f} {best_at}"
         if best.get("bits_per_byte"):
-            facts.append(("bits per byte, there", f"{best['bits_per_byte']:.3f}"))
+            yield "bits per byte, there", f"{best['bits_per_byte']:.3f}"
         if "text_loss" in last:
-            facts += [
-                ("masked text only, first and last", f"{first['text_loss']:.3f}, {last['text_loss']:.3f} nats/token"),
-                ("accuracy on masked text", f"{last['text_accuracy']:.1%}"),
-            ]
+            yield "masked text only, first and last", f"{first['text_loss']:.3f}, {last['text_loss']:.3f} nats/token"
+            yield "accuracy on masked text", f"{last['text_accuracy']:.1%}"
     for text_name, nats in run.baselines.items():
-        facts.append(
-            (f"unigram entropy of the {text_name}", f"{nats:.3f} nats/token (perplexity {math.exp(nats):.1f})")
-        )
-    return facts
+        yield f"unigram entropy of the {text_name}", f"{nats:.3f} nats/token (perplexity {math.exp(nats):.1f})"
 
 
 def machine_facts(run: RunData, parameters: int | None) -> Facts:
-    """Return the model's size, the parallel layout and the use of memory and compute as (name, value) pairs."""
+    """Yield the model's size, the parallel layout and the use of memory and compute as (name, value) pairs."""
     p = run.config.parallel
     train = run.trained
-    facts = []
     if parameters is not None:
-        facts.append(("parameters", f"{parameters / 1e6:,.2f} million"))
-    facts.append(("layout", layout_label(run)))
+        yield "parameters", f"{parameters / 1e6:,.2f} million"
+    yield "layout", layout_label(run)
     peak_memory = 0.0
     memory_before = 0.0
     skipped = 0
@@ -73,21 +64,20 @@ def machine_facts(run: RunData, parameters: int | None) -> Facts:
         memory_text = f"{peak_memory / 1e3:,.2f} GB"
         if memory_before:
             memory_text += f" of the process, {memory_before / 1e3:,.2f} GB of it before the model was built"
-        facts.append(("peak memory of rank 0", memory_text))
+        yield "peak memory of rank 0", memory_text
         first_row = 1 if len(train) > 1 else 0  # the first row also measures the start of training
         speed_text = f"{statistics.median(speeds[first_row:]):.3g} TFLOP/s"
         known_shares = list(filter(None, shares[first_row:]))
         if known_shares:
             speed_text += f", MFU {statistics.median(known_shares):.1%}"
-        facts.append(("speed of a rank", speed_text))
+        yield "speed of a rank", speed_text
     if skipped:
-        facts.append(("skipped steps", str(skipped)))
+        yield "skipped steps", str(skipped)
     if p.pipe_parallel_size:
         schedule = p.pipeline_schedule
         if p.virtual_pipeline_size > 1:
             schedule += f", {p.virtual_pipeline_size} chunks"
-        facts.append(("schedule", schedule))
-    return facts
+        yield "schedule", schedule
 
 
 def layout_label(run: RunData) -> str:

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from tds.timeline import RankTrace
@@ -58,22 +58,21 @@ def iterations(ranks: Sequence[RankTrace]) -> list[Iteration]:
     return complete
 
 
-def _passes(rank: RankTrace, iteration: int) -> list[dict[str, Any]]:
-    """Return the forward and backward passes of an iteration.
+def _passes(rank: RankTrace, iteration: int) -> Iterator[dict[str, Any]]:
+    """Yield the forward and backward passes of an iteration.
 
     A run without a pipeline does not record which micro-batch a pass belongs to, so this function numbers the passes.
     """
     if rank.metadata["pipeline"]:
-        return list(rank.spans(iteration, ["pass"]))
-    passes = []
+        yield from rank.spans(iteration, ["pass"])
+        return
     counts = Counter[str]()
     for event in rank.spans(iteration, ["part"]):
         name = event["name"]
         if name in ("forward", "backward"):
             # The events get the form of those of a pipeline, such as Forward with micro-batch 0 of chunk 0.
-            passes.append({**event, "name": name.title(), "args": {"micro": counts[name], "chunk": 0}})
+            yield {**event, "name": name.title(), "args": {"micro": counts[name], "chunk": 0}}
             counts[name] += 1
-    return passes
 
 
 def _iteration(number: int, steps: dict[int, dict[str, Any]], stages: dict[int, RankTrace]) -> Iteration:

@@ -2,7 +2,7 @@
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from .runs import RunData
@@ -47,8 +47,8 @@ def title_with_run(title: str, name: str, runs: Sequence[RunData]) -> str:
     return f"{title}: {name}" if len(runs) > 1 else title
 
 
-def layer_values(run: RunData) -> list[LayerValues]:
-    """Return the values of each metric that the run logged by layer."""
+def layer_values(run: RunData) -> Iterator[LayerValues]:
+    """Yield the values of each metric that the run logged by layer."""
     layer_rows = []
     iterations = []
     names: dict[str, None] = {}  # a set that keeps its order
@@ -58,7 +58,6 @@ def layer_values(run: RunData) -> list[LayerValues]:
             layer_rows.append(layers)
             iterations.append(row["iteration"])
             names |= dict.fromkeys(layers)
-    metrics = []
     for metric in METRIC_TITLES:
         values_by_layer = {}
         for name in names:
@@ -67,8 +66,7 @@ def layer_values(run: RunData) -> list[LayerValues]:
             if set(values) - {None}:
                 values_by_layer[name] = values
         if values_by_layer:
-            metrics.append(LayerValues(metric, iterations, values_by_layer))
-    return metrics
+            yield LayerValues(metric, iterations, values_by_layer)
 
 
 def expert_shares(run: RunData) -> LayerValues | None:

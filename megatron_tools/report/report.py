@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -112,21 +112,18 @@ def draw_losses(rows: Sequence[Row], baselines: dict[str, float], path: Path, st
     save_figure(figure, path)
 
 
-def _loss_curves(rows: Sequence[Row]) -> list[Curve]:
-    """Return (split, key, label, colour, marker) of each curve of the loss; a corpus has one colour in all splits."""
-    curves: list[Curve] = [
-        ("train", "lm_loss", "training loss", "#9db7d5", None),
-        ("valid", "lm_loss", "validation loss", "#c2410c", "o"),
-        ("valid", "text_loss", "validation loss on masked text", "#15803d", "s"),
-        ("test", "lm_loss", "test loss", "#7c3aed", MARKERS["test"]),
-    ]
+def _loss_curves(rows: Sequence[Row]) -> Iterator[Curve]:
+    """Yield (split, key, label, colour, marker) of each curve of the loss; a corpus has one colour in all splits."""
+    yield "train", "lm_loss", "training loss", "#9db7d5", None
+    yield "valid", "lm_loss", "validation loss", "#c2410c", "o"
+    yield "valid", "text_loss", "validation loss on masked text", "#15803d", "s"
+    yield "test", "lm_loss", "test loss", "#7c3aed", MARKERS["test"]
     splits = named_splits(rows, "train", "valid", "test")
     corpora = sorted({split.partition("/")[2] for split in splits})
     for split in splits:
         part, _, corpus = split.partition("/")
         colour = f"C{corpora.index(corpus) % 10}"
-        curves.append((split, "lm_loss", split, colour, MARKERS[part]))
-    return curves
+        yield split, "lm_loss", split, colour, MARKERS[part]
 
 
 def whole_page(runs: Sequence[RunData]) -> str:
