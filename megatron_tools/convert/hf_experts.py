@@ -6,7 +6,7 @@ this project, each layer has its own loss, whose minimum is --router-aux-loss. T
 minima equal. If a single layer has experts, the two losses are then equal for equal shares.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,18 +131,16 @@ def expert_config(m: ModelConfig, model_type: str) -> Values:
     return entries
 
 
-def unexported_notes(m: ModelConfig) -> list[str]:
-    """Return notes on settings of training that config.json has no key for."""
+def unexported_notes(m: ModelConfig) -> Iterable[str]:
+    """Yield notes on settings of training that config.json has no key for."""
     has_experts = m.num_experts is not None
     flags = [("--hidden-dropout", m.hidden_dropout, "dropout")]
     if has_experts:
         flags.append(("--router-z-loss", m.router_z_loss, "z-loss"))
         flags.append(("--router-jitter", m.router_jitter, "noise for the router alone"))
-    notes = []
     for name, value, missing_key in flags:
         # A setting of 0 changes nothing, so its loss in the export needs no note.
         if value:
-            notes.append(f"{name} {value} is not exported: Llama's config.json has no {missing_key}")
+            yield f"{name} {value} is not exported: Llama's config.json has no {missing_key}"
     if has_experts and m.has_aux_loss and m.router_aux_loss:
-        notes.append("transformers trains with the exported router_aux_loss_coef only if output_router_logits is true")
-    return notes
+        yield "transformers trains with the exported router_aux_loss_coef only if output_router_logits is true"
