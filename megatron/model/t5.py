@@ -10,7 +10,7 @@ Shapes: q decoder sequence, k encoder sequence, s either, b batch, h hidden, v v
 ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -219,12 +219,11 @@ def _stack_layers(
     outputs: tuple[str, ...],
     tokens: int,
     encoded: int = 0,
-) -> list[Layer]:
-    """Return the `count` transformer layers of a stack, with a table of relative positions before each.
+) -> Iterator[Layer]:
+    """Yield the `count` transformer layers of a stack, with a table of relative positions before each.
 
     tokens: number of tokens of the stack. encoded: number of encoder tokens to which it cross-attends.
     """
-    layers = []
     for i in range(count):
         if m.position_embedding == "relative":
             # Tied tables share one module, so only tables that are not tied have a number in their name.
@@ -233,12 +232,11 @@ def _stack_layers(
             if m.relative_attention_per_layer:
                 table += f".{i}"
                 tied = None
-            layers.append(Layer(table, RelativePositions, (m,), tied=tied, outputs=(*outputs, "table"), prelude=True))
+            yield Layer(table, RelativePositions, (m,), tied=tied, outputs=(*outputs, "table"), prelude=True)
         name = f"{stack}.layers.{i}"
         work = block_work(m, tokens, i, encoded)
         routes = m.has_experts(i)
-        layers.append(Layer(name, block, (m, name), outputs=outputs, repeated=True, work=work, routes=routes))
-    return layers
+        yield Layer(name, block, (m, name), outputs=outputs, repeated=True, work=work, routes=routes)
 
 
 class T5Model(LanguageModel):
