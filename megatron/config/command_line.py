@@ -49,7 +49,7 @@ def parse(
     files = [read_settings(path, cli.values) for path in config_file_paths(flags.files)]
     sources = [parse_settings(defaults, "args_defaults"), *files]
     values, dropped_notes = merge(sources, cli)
-    problems = unknown_arguments(flags.unknown)
+    problems = list(unknown_arguments(flags.unknown))
     for source in sources:
         notes += [f"{source.where}: {note}" for note in source.notes]
         problems += [f"{source.where}: {problem}" for problem in source.problems]

@@ -25,13 +25,11 @@ class FeatureSettings(Section):
         return iter(())
 
 
-def settings_classes(section: str) -> list[type[FeatureSettings]]:
-    """Return the classes of settings that features add to a section, in the order of the table."""
-    classes = []
+def settings_classes(section: str) -> Iterator[type[FeatureSettings]]:
+    """Yield the classes of settings that features add to a section, in the order of the table."""
     for row in TABLE.values():
         if row.section == section:
-            classes.append(resolve_name(row.class_path).Settings)
-    return classes
+            yield resolve_name(row.class_path).Settings
 
 
 def with_features(name: str, section: type[Any]) -> type[Any]:
@@ -39,7 +37,7 @@ def with_features(name: str, section: type[Any]) -> type[Any]:
 
     The instances of the section are also instances of the features' classes.
     """
-    bases = settings_classes(name)
+    bases = list(settings_classes(name))
     if not bases:
         return section
 

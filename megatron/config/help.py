@@ -62,15 +62,13 @@ def _help_with_default(setting: "Field[Any]", family: str | None) -> str:
     return f"{description} (default: {words})"
 
 
-def fields_own_first(section: type) -> list["Field[Any]"]:
-    """Return the settings of a section: its own first, then those of its base classes and features."""
+def fields_own_first(section: type) -> Iterator["Field[Any]"]:
+    """Yield the settings of a section: its own first, then those of its base classes and features."""
     by_name = {f.name: f for f in fields(section)}  # type: ignore[arg-type]
-    own_first = []
     for base in section.__mro__:  # the class itself, then its base classes
         for name in vars(base).get("__annotations__", {}):
             if name in by_name:
-                own_first.append(by_name.pop(name))  # removed, because a base class may repeat the name
-    return own_first
+                yield by_name.pop(name)  # removed, because a base class may repeat the name
 
 
 def _format_flag(title: str, text: str, width: int) -> Iterator[str]:

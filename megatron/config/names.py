@@ -1,7 +1,7 @@
 """Names of settings: the section of each one, renamed and removed settings, and suggestions for misspelled names."""
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,19 +45,16 @@ def replace_renamed_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return words, notes
 
 
-def unknown_arguments(words: Sequence[str]) -> list[str]:
-    """Return an error for each unknown flag among the words that the parser did not consume."""
+def unknown_arguments(words: Sequence[str]) -> Iterator[str]:
+    """Yield an error for each unknown flag among the words that the parser did not consume."""
     if not words:
-        return []
+        return
     suggest_flag = compat("flags.translate").suggest_flag  # it also knows flags of other frameworks
     known = ["--config", *map(flag, HOME)]  # HOME has the names of all settings
     removed = {flag(name): removal_error(name) for name in REMOVED}
     names = [word.split("=")[0] for word in words if word.startswith("--")]
-    problems = []
     for name in names or words[:1]:  # without a flag, the first word is the mistake
-        problem = removed.get(name) or f"unknown argument {name}{suggest_flag(name, known)}"
-        problems.append(problem)
-    return problems
+        yield removed.get(name) or f"unknown argument {name}{suggest_flag(name, known)}"
 
 
 def removal_error(name: str) -> str:

@@ -1,6 +1,6 @@
 """The settings of one source (entry script, file or command line), and how sources are merged."""
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 from .._compat import compat
@@ -84,23 +84,21 @@ def merge(sources: Sequence[Source], cli: Source) -> tuple[dict[str, Any], list[
     return values, notes
 
 
-def _drop_unused_rope(values: dict[str, Any], new: Mapping[str, Any], source_of: Mapping[str, str]) -> list[str]:
+def _drop_unused_rope(values: dict[str, Any], new: Mapping[str, Any], source_of: Mapping[str, str]) -> Iterator[str]:
     """Drop from `values` the parameters that only an old --rope-scaling method uses, if `new` changes the method.
 
-    They are dropped with a note, which is returned, not refused. source_of: source of each setting in `values`.
+    They are dropped with a note, which is yielded, not refused. source_of: source of each setting in `values`.
     """
     old_method = values.get("rope_scaling")
     method = new.get("rope_scaling", old_method)
     if method == old_method:
-        return []
-    notes = []
+        return
     for name in unused_rope_settings(values, method):
         if name in new:
             continue
         unused = format_flag(flag(name), values.pop(name))
         reason = f"{format_flag('--rope-scaling', method)} does not use it"
-        notes.append(f"{source_of[name]}: {unused} has no effect: {reason}")
-    return notes
+        yield f"{source_of[name]}: {unused} has no effect: {reason}"
 
 
 def given_in_files(sources: Sequence[Source]) -> dict[str, Any]:
