@@ -6,7 +6,7 @@ programs. The rules differ from those of `scoring.py`, which tools/evaluate.py u
 
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,19 +62,17 @@ def continuation_request(tokenizer: Tokenizer, context: str, text: str, max_leng
     return Request(ids, min(len(targets), len(ids) - 1))
 
 
-def rolling_requests(tokenizer: Tokenizer, text: str, max_length: int) -> list[Request]:
-    """Return requests that together score each token of a text once, in windows that do not overlap.
+def rolling_requests(tokenizer: Tokenizer, text: str, max_length: int) -> Iterator[Request]:
+    """Yield requests that together score each token of a text once, in windows that do not overlap.
 
     The first token of each window has one token of context. The last window is filled with earlier tokens.
     """
     # With 5 ids after the start and a window of 3, ids 0-3 score 1-3, and then ids 2-5 score 4-5.
     ids = [prefix_id(tokenizer), *encode_with_start(tokenizer, text)]
-    requests = []
     for first in range(1, len(ids), max_length):
         end = min(first + max_length, len(ids))
         begin = max(end - max_length - 1, 0)
-        requests.append(Request(ids[begin:end], end - first))
-    return requests
+        yield Request(ids[begin:end], end - first)
 
 
 class LogLikelihoods:
@@ -105,7 +103,9 @@ class LogLikelihoods:
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
         """Return the log-probability of each whole text; see `rolling_requests`."""
-        windows_of_texts = [rolling_requests(self.tokenizer, request.args[0], self.max_length) for request in requests]
+        windows_of_texts = []
+        for request in requests:
+            windows_of_texts.append(list(rolling_requests(self.tokenizer, request.args[0], self.max_length)))
         scores = iter(self.score(list(itertools.chain(*windows_of_texts))))
         log_probabilities = []
         for windows in windows_of_texts:  # each text takes as many scores as it has windows
