@@ -15,7 +15,7 @@ import itertools
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -83,8 +83,8 @@ def _parts(merge: Any) -> list[str]:
     return parts
 
 
-def merge_results(model: Mapping[str, Any]) -> list[str]:
-    """Return the tokens that the merges of a BPE model make, in the order of the merges.
+def merge_results(model: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the tokens that the merges of a BPE model make, in the order of the merges.
 
     Raises NotPlainError if tiktoken, which knows only these results, may merge other pairs.
     """
@@ -92,15 +92,13 @@ def merge_results(model: Mapping[str, Any]) -> list[str]:
         _require(not model.get(key), f"its model has {key}")
     known = set(byte_characters())
     _require(known <= model["vocab"].keys(), "its vocabulary lacks some bytes")
-    results = []
     # A tokenizer that was converted from tiktoken names all pairs that make a token, one after the other.
     for result, pairs in itertools.groupby(map(_parts, model["merges"]), key="".join):
         _require(result not in known, f"merges of other tokens lie between two that make {result!r}")
         is_made = any(left in known and right in known for left, right in pairs)
         _require(is_made, f"it merges parts of {result!r} before it makes them")
-        results.append(result)
+        yield result
         known.add(result)
-    return results
 
 
 def slow_reason(tokenizer: Any) -> str:

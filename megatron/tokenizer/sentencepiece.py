@@ -4,7 +4,7 @@ import functools
 import hashlib
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,22 +125,20 @@ class SentencePieceTokenizer(Tokenizer):
         """True if tokenizer_config.json names LlamaTokenizer or a class with the same encoding."""
         return str(self.settings.get("tokenizer_class")).removesuffix("Fast") in LLAMA_CLASSES
 
-    def _llama_differences(self, has_bytes: bool) -> list[str]:
-        """Return descriptions of how tokenizer_config.json makes ids differ from those of the `.model` alone.
+    def _llama_differences(self, has_bytes: bool) -> Iterator[str]:
+        """Yield descriptions of how tokenizer_config.json makes ids differ from those of the `.model` alone.
 
         The fingerprint includes these descriptions.
         """
-        differences = []
         if has_bytes:
-            differences.append("marks of spaces are spaces")
+            yield "marks of spaces are spaces"
         if self._splitting_symbols:
-            differences.append("user-defined symbols cut a text")
+            yield "user-defined symbols cut a text"
         if self._adds_prefix_space:
             legacy = self.settings.get("legacy")
-            differences.append("one space in front" if legacy else "one space in front, none inside")
+            yield "one space in front" if legacy else "one space in front, none inside"
         elif self._sp.normalize("a") != "a":  # the `.model` alone prepends a space
-            differences.append("no space in front")
-        return differences
+            yield "no space in front"
 
     def _apply_settings(self, path: Path) -> None:
         """Set `eod` and `start` from tokenizer_config.json."""
