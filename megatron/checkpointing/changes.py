@@ -1,5 +1,6 @@
 """Notes on what a resumed run changes: settings, buffers, frozen weights and the average of the weights."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -50,23 +51,21 @@ def _warn_about_buffers(reader: CheckpointReader, buffers: set[str], problem: st
         print_rank_0(f"warning: {reader.path}: the buffers {shorten_list(sorted(buffers))} {problem}")
 
 
-def training_notes(saved: Config, config: Config, state: TrainState, world_size: int) -> list[str]:
-    """Return notes on what changes the losses from now on, besides the learning rate and the data.
+def training_notes(saved: Config, config: Config, state: TrainState, world_size: int) -> Iterator[str]:
+    """Yield notes on what changes the losses from now on, besides the learning rate and the data.
 
     saved: settings of the checkpoint. state: position in training.
     """
-    notes = []
     differences = describe_differences(_settings_of_steps(saved), _settings_of_steps(config))
     if differences:
-        notes.append(f"this run does not train as before: {differences}")
+        yield f"this run does not train as before: {differences}"
     has_schedule = saved.train.batch_size_schedule or config.train.batch_size_schedule
     if not has_schedule and not config.train.skip_samples:
         size = config.train_batch_size(world_size)
         # Checkpoints do not have the number of replicas, from which the former size would follow.
         former_size = state.consumed_samples / state.iteration
         if size != former_size:
-            notes.append(f"an iteration has {size} samples from now on; until now it had {former_size:g} on average")
-    return notes
+            yield f"an iteration has {size} samples from now on; until now it had {former_size:g} on average"
 
 
 def _settings_of_steps(config: Config) -> dict[str, Any]:

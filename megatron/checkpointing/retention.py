@@ -1,6 +1,7 @@
 """Deletion of old checkpoints, except those that --keep-last and --keep-every protect and the one to resume from."""
 
 import math
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -70,19 +71,17 @@ def _names_to_delete(
     return to_delete
 
 
-def _saved_at_multiples(names: list[str], step: int) -> list[str]:
-    """Return those checkpoints that were the newest at a multiple of `step`.
+def _saved_at_multiples(names: list[str], step: int) -> Iterator[str]:
+    """Yield those checkpoints that were the newest at a multiple of `step`.
 
     A save has the number of the last step that was not skipped. So the save at iteration 12 is iter_0000011 if step 12
     was skipped, and iter_0000008 if there was nothing new to save.
     """
-    found = []
     for name, next_name in pairwise(names):
         first = int(name[5:])  # without "iter_"
         end = int(next_name[5:])
         if (end - 1) // step > (first - 1) // step:  # a multiple is in range(first, end)
-            found.append(name)
-    return found
+            yield name
 
 
 def _checkpoints_up_to(latest: str | None, folder: Path) -> dict[str, int]:

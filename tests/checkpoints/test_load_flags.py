@@ -285,7 +285,7 @@ def test_what_changes_the_losses_of_a_resumed_run_is_noted() -> None:
     def notes(before: str, now: str, world_size: int) -> list[str]:
         configs = [parse([*shape.split(), *flags.split()], {"family": "gpt2"}, world_size) for flags in (before, now)]
         state = TrainState(iteration=10, consumed_samples=160)
-        return training_notes(*configs, state, world_size)
+        return list(training_notes(*configs, state, world_size))
 
     assert notes("--gas 4", "--gas 4 --lr 1 --num-workers 3 --logits-chunk-size 7", 2) == []
     (batch_note,) = notes("--gas 4", "--gas 4", 4)
