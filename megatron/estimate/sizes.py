@@ -1,6 +1,6 @@
 """Formulas for what a rank holds, without building a model: its parameters, and micro-batches in flight."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -46,18 +46,17 @@ class Count(NamedTuple):
         """Return the number of elements of all matrices that touch the share of one of `replicas` ranks."""
         return min(self.held, self.held / replicas + self.largest)
 
-    def by_replicas(self, replicas: int, expert_ranks: int) -> list[tuple["Count", int]]:
-        """Return the parameters without experts, and those of any experts, each with the number of ranks with copies.
+    def by_replicas(self, replicas: int, expert_ranks: int) -> Iterator[tuple["Count", int]]:
+        """Yield the parameters without experts, and those of any experts, each with the number of ranks with copies.
 
         replicas: data-parallel size x context-parallel size. expert_ranks: --expert-parallel-size.
         """
         # The callers read only `held` and `hidden` of these counts, so the other fields need not be divided.
         dense = Count(self.whole, held=self.held - self.experts, hidden=self.hidden - self.expert_matrices)
-        counts_and_replicas = [(dense, replicas)]
+        yield dense, replicas
         if self.experts:
             experts = Count(held=self.experts, hidden=self.expert_matrices)
-            counts_and_replicas.append((experts, replicas // expert_ranks))
-        return counts_and_replicas
+            yield experts, replicas // expert_ranks
 
 
 def _sum_counts(counts: Sequence[Count]) -> Count:

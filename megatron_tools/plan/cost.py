@@ -6,7 +6,7 @@ The inputs are the model's shapes and the cluster's data sheet. All other consta
 which can be replaced by a measured value.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -357,7 +357,7 @@ def _all_reduce_bytes(stages: Sequence[Stage], shapes: Shapes) -> float:
 
 
 def _gradient_costs(
-    parts: Sequence[tuple[Count, int]], shapes: Shapes, width: int, resolved: Resolved, cluster: Cluster, e: Efficiency
+    parts: Iterable[tuple[Count, int]], shapes: Shapes, width: int, resolved: Resolved, cluster: Cluster, e: Efficiency
 ) -> tuple[float, float]:
     """Return (seconds of the gradients' all-reduces, number of parameters that a rank's optimizer updates).
 
