@@ -1,5 +1,7 @@
 """Saver that tolerates failed saves, so that a temporarily full disk does not end a run."""
 
+from dataclasses import dataclass
+
 from megatron.ranks.rank_0 import print_rank_0
 
 from .failures import SaveError
@@ -7,6 +9,7 @@ from .save import Saver
 from .state import TrainState
 
 
+@dataclass
 class RetryingSaver:
     """A `Saver` that tolerates failed saves: training continues, and the next save tries again.
 
@@ -15,10 +18,9 @@ class RetryingSaver:
     limit: number of consecutive failures to tolerate; the next failure raises SaveError.
     """
 
-    def __init__(self, saver: Saver, limit: int) -> None:
-        self.saver = saver
-        self.limit = limit
-        self.failures = 0  # consecutive failures
+    saver: Saver
+    limit: int
+    failures: int = 0  # consecutive failures
 
     @property
     def is_pending(self) -> bool:

@@ -1,5 +1,6 @@
 """Samples of any data set, with random numbers that depend on the sample's number alone."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import Dataset, default_collate
@@ -7,6 +8,7 @@ from torch.utils.data import Dataset, default_collate
 from ..seeds import derive_seed, keep_random_state, seed_generators
 
 
+@dataclass
 class Endless(Dataset[Any]):
     """Wrapper of a dataset that replaces an IndexError by a ValueError: a dataset must have a sample for any n >= 0.
 
@@ -14,9 +16,8 @@ class Endless(Dataset[Any]):
     seeded by `seed` and the sample's number, so all ranks and processes that read the sample draw the same.
     """
 
-    def __init__(self, dataset: Any, seed: int) -> None:
-        self.dataset = dataset
-        self.seed = seed
+    dataset: Any
+    seed: int
 
     def __getitems__(self, numbers: list[int]) -> list[Any]:
         """Return the samples of a micro-batch. torch's loader calls this instead of `__getitem__`."""

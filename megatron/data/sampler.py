@@ -1,6 +1,7 @@
 """Assignment of samples to ranks and iterations, computed from the number of consumed samples."""
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -9,6 +10,7 @@ from .endless import Endless, collate
 from .workers import block_signals, kill_workers_at_exit, start_worker
 
 
+@dataclass
 class ConsecutiveSampler(Sampler[list[int]]):
     """Endless sampler that yields micro-batches of sample numbers for one data-parallel rank.
 
@@ -22,21 +24,12 @@ class ConsecutiveSampler(Sampler[list[int]]):
     and its samples are not read.
     """
 
-    def __init__(
-        self,
-        batch_size: int,
-        gas: int | Callable[[int], int],
-        data_rank: int,
-        data_size: int,
-        consumed_samples: int = 0,
-        is_skipped: Callable[[int], bool] | None = None,
-    ) -> None:
-        self.batch_size = batch_size
-        self.gas = gas
-        self.data_rank = data_rank
-        self.data_size = data_size
-        self.consumed_samples = consumed_samples
-        self.is_skipped = is_skipped
+    batch_size: int
+    gas: int | Callable[[int], int]
+    data_rank: int
+    data_size: int
+    consumed_samples: int = 0
+    is_skipped: Callable[[int], bool] | None = None
 
     def __iter__(self) -> Iterator[list[int]]:
         # With 2 ranks, micro-batches of 3 samples and gas 2, rank 1 reads samples 6-8 and 9-11, then 18-20 and 21-23.

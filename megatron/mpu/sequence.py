@@ -12,6 +12,7 @@ axis: the ranks over which the sequence is sharded, by default those of the curr
 rank (no sequence parallelism) all functions are no-ops.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,6 +58,7 @@ def whole_length(x: Tensor, axis: Axis | None = None) -> int:
     return x.shape[0] * axis.size
 
 
+@dataclass
 class Pending:
     """Collective in progress; `wait()` returns its result.
 
@@ -64,24 +66,23 @@ class Pending:
     sum; 0 if there is nothing to sum.
     """
 
-    def __init__(self, work: dist.Work | None, result: Tensor, num_shards: int = 0) -> None:
-        self._work = work
-        self._result = result
-        self._num_shards = num_shards
+    work: dist.Work | None
+    result: Tensor
+    num_shards: int = 0
 
     def block(self) -> None:
         """Wait until the collective has finished."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
 
     def wait(self) -> Tensor:
         """Wait and return the result: [s, ...] of an all-gather or all-reduce, [s/t, ...] of a reduce-scatter."""
         self.block()
-        if not self._num_shards:
-            return self._result
+        if not self.num_shards:
+            return self.result
         # The result has every rank's values for this rank's shard, one after the other.
-        return self._result.view(self._num_shards, -1, *self._result.shape[1:]).sum(0)
+        return self.result.view(self.num_shards, -1, *self.result.shape[1:]).sum(0)
 
 
 def start_all_gather(x: Tensor, axis: Axis) -> Pending:

@@ -1,6 +1,7 @@
 """Placeholders of data sets on the ranks that read no data."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 
@@ -11,6 +12,7 @@ class Lengths(NamedTuple):
     decoder: int
 
 
+@dataclass
 class RemoteDataset:
     """Placeholder, on a rank that reads no data, for a data set that other ranks read.
 
@@ -18,9 +20,8 @@ class RemoteDataset:
     begins: number of the first sample of each data stage; empty for a data set without stages.
     """
 
-    def __init__(self, plan: Lengths | None, begins: Sequence[int] = ()) -> None:
-        self.plan = plan
-        self.begins = begins
+    plan: Lengths | None
+    begins: Sequence[int] = ()
 
 
 def t5_lengths(dataset: Any) -> Lengths | None:
