@@ -34,15 +34,16 @@ def conflicts(config: "Config") -> Iterator[str]:
         yield "--num-experts cannot be used with --precision fp8, whose matmuls need a fixed shape; use bf16"
     if config.train.compile:
         yield from compile_conflicts(config)
-    yield from _wsd_conflicts(config)
-    yield from _rounded_moments_conflicts(config)
-    if config.model.mup_base_hidden_size is not None and config.optim.optimizer == "sgd":
-        yield "--mup-base-hidden-size scales learning rates for Adam, not for --optimizer sgd; use adam"
-    yield from _objective_conflicts(config)
-    yield from _objective_option_conflicts(config)
-    yield from _context_parallel_conflicts(config)
-    yield from _expert_conflicts(config)
-    yield from _object_storage_conflicts(config)
+    for find_conflicts in (
+        _wsd_conflicts,
+        _optimizer_conflicts,
+        _objective_conflicts,
+        _objective_option_conflicts,
+        _context_parallel_conflicts,
+        _expert_conflicts,
+        _object_storage_conflicts,
+    ):
+        yield from find_conflicts(config)
 
 
 def _recomputation_conflicts(config: "Config") -> Iterator[str]:
@@ -150,7 +151,8 @@ def _wsd_conflicts(config: "Config") -> Iterator[str]:
         )
 
 
-def _rounded_moments_conflicts(config: "Config") -> Iterator[str]:
+def _optimizer_conflicts(config: "Config") -> Iterator[str]:
+    """Yield an error text for each setting of Adam's moments and of muP that contradicts the optimizer."""
     o = config.optim
     if o.rounded_moments and (o.optimizer == "sgd" or config.model.kernels == "apex"):
         yield "--exp-avg-dtype and --exp-avg-sq-dtype need torch's Adam: use --optimizer adam and --kernels torch"
@@ -161,9 +163,12 @@ def _rounded_moments_conflicts(config: "Config") -> Iterator[str]:
             f"--exp-avg-sq-dtype bf16 rounds the small changes of --adam-beta2 {o.adam_beta2} away; use fp32 or an "
             "--adam-beta2 of at most 0.98"
         )
+    if config.model.mup_base_hidden_size is not None and o.optimizer == "sgd":
+        yield "--mup-base-hidden-size scales learning rates for Adam, not for --optimizer sgd; use adam"
 
 
 def _objective_conflicts(config: "Config") -> Iterator[str]:
+    """Yield an error text for each setting that contradicts the objective or a T5's samples."""
     d = config.data
     supported = objectives_of(config.model.family)
     if d.objective is not None and d.objective not in supported:

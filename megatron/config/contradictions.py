@@ -14,11 +14,14 @@ if TYPE_CHECKING:
 
 def contradictions(config: "Config") -> Iterator[str]:
     """Yield an error text for each contradiction between the sections of `config`."""
-    yield from _tensor_parallel_problems(config)
-    yield from _other_family_problems(config)
-    yield from _batch_schedule_problems(config)
-    yield from _empty_stage_problems(config)
-    yield from _position_problems(config)
+    for find_problems in (
+        _tensor_parallel_problems,
+        _other_family_problems,
+        _batch_schedule_problems,
+        _empty_stage_problems,
+        _position_problems,
+    ):
+        yield from find_problems(config)
 
 
 def _tensor_parallel_problems(config: "Config") -> Iterator[str]:
