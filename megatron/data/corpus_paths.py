@@ -197,7 +197,6 @@ def whole_of(prefix: str) -> str | None:
         return whole
     for part in TRIPLE_PARTS:
         whole = prefix.removesuffix(f"_{part}")
-        files = [to_path(f"{whole}_{each}.idx") for each in TRIPLE_PARTS]
-        if whole != prefix and all(file.is_file() for file in files):
+        if whole != prefix and all(to_path(f"{whole}_{each}.idx").is_file() for each in TRIPLE_PARTS):
             return whole
     return None
