@@ -89,14 +89,11 @@ def _ineffective_in_zero(keys: Keys, precision: str, zero: int) -> Notes:
 def _ineffective_in_fp16(keys: Keys, precision: str) -> Notes:
     """Yield keys of the loss scale that have other values than DeepSpeed's defaults and no effect."""
     changed = [key for key, default in _FP16_DEFAULTS.items() if keys.get(key, default) != default]
-    if precision != "fp16":
-        for key in changed:
-            yield key, f"the run is in {precision}"
-        return
-    if not keys.get("loss_scale"):  # 0, the default, stands for a dynamic loss scale
-        return
     for key in changed:
-        if key in _DYNAMIC_SCALE_DEFAULTS:
+        if precision != "fp16":
+            yield key, f"the run is in {precision}"
+        # A loss_scale of 0, the default, stands for a dynamic loss scale.
+        elif keys.get("loss_scale") and key in _DYNAMIC_SCALE_DEFAULTS:
             yield key, "loss_scale sets a constant loss scale"
 
 
