@@ -6,6 +6,7 @@ the whole function reads its inputs once and writes its results once.
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ def compile_pointwise(plain: Function) -> Function:
     return torch.compile(plain, options={"force_pointwise_cat": True})
 
 
+@dataclass(eq=False)
 class Fused:
     """Function of tensors with two definitions: one for torch.compile and one for eager execution.
 
@@ -31,10 +33,9 @@ class Fused:
     if `plain` cannot be compiled, for instance without Triton.
     """
 
-    def __init__(self, plain: Function, eager: Function) -> None:
-        self.plain = plain
-        self.eager = eager
-        self.compiled: Function | None = None  # set by the first call on CUDA
+    plain: Function
+    eager: Function
+    compiled: Function | None = None  # set by the first call on CUDA
 
     def __call__(self, x: Tensor, *more: Any) -> Tensor:
         """Return the function of x [...] and `more`; the device of x selects the definition."""
