@@ -80,7 +80,8 @@ def _replicated(numbers: int) -> Count:
     return Count(whole=numbers, held=numbers, largest=numbers)
 
 
-def _norm(m: ModelConfig) -> Count:
+def _norm(config: Config, ranks: int, layer: Layer) -> Count:
+    m = config.model
     return _replicated(m.hidden_size * (1 if m.normalization == "rmsnorm" else 2))  # LayerNorm has a bias, too
 
 
@@ -118,7 +119,7 @@ def _transformer(config: Config, ranks: int, layer: Layer, cross: bool = False) 
     query_size = m.num_attention_heads * m.head_size
     key_size = m.key_value_heads * m.head_size
     bias = m.hidden_bias
-    norm = _norm(m)
+    norm = _norm(config, ranks, layer)
     output = _linear(hidden, query_size, bias, ranks, row_parallel=True)
     parts = [
         norm,
@@ -169,8 +170,8 @@ LAYER_COUNTS: dict[str, Callable[[Config, int, Layer], Count]] = {
     "Block": _transformer,
     "EncoderBlock": _transformer,
     "DecoderBlock": partial(_transformer, cross=True),
-    "StackNorm": lambda config, ranks, layer: _norm(config.model),
-    "DecoderNorm": lambda config, ranks, layer: _norm(config.model),
+    "StackNorm": _norm,
+    "DecoderNorm": _norm,
 }
 
 
