@@ -118,7 +118,11 @@ class Records:
                 # `trained` has a fingerprint of the bits of each weight after the last step. Equal copies add one,
                 # others more.
                 fingerprints[name, shard_index].add(rank["trained"][name])
-        return {name for (name, _), values in fingerprints.items() if len(values) > 1}
+        unequal = set[str]()
+        for (name, _), values in fingerprints.items():
+            if len(values) > 1:
+                unequal.add(name)
+        return unequal
 
     def buffers(self) -> Tensors:
         """Return buffer name -> the ranks' copies of this persistent buffer after the last step.
