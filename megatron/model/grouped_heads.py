@@ -86,21 +86,19 @@ def _split_parts(by_group: Tensor, parts: Parts, angles: Rotation | None) -> tup
     return tuple(part.flatten(2, 3) for part in part_buffers)
 
 
-def _part_buffers(buffer: Tensor, views: list[Tensor]) -> list[Tensor]:
+def _part_buffers(buffer: Tensor, views: list[Tensor]) -> Iterator[Tensor]:
     """Cut `buffer` [s * b * g * sum(parts) * d] into one tensor for each part, of its shape [s, b, g, part, d].
 
     On CPUs, the tokens of a head are adjacent. If they were a large power of two apart, they would compete for the same
     few lines of the cache, and attention would take a fifth longer.
     """
-    buffers = []
     sizes = list(map(Tensor.numel, views))
     for part_buffer, part in zip(torch.split(buffer, sizes), views, strict=True):
         s, *middle, d = part.shape
         if buffer.device.type == "cpu":
             # Memory in the order [b, g, part, s, d], viewed as [s, b, g, part, d].
             part_buffer = part_buffer.view(*middle, s, d).permute(3, 0, 1, 2, 4)
-        buffers.append(part_buffer.view(part.shape))
-    return buffers
+        yield part_buffer.view(part.shape)
 
 
 def _part_views(by_group: Tensor, parts: Parts) -> Iterator[Tensor]:

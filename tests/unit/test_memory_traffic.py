@@ -151,7 +151,7 @@ def draw(*shape: int) -> Tensor:
 def _parts_in_order(by_group: Tensor, parts: tuple[int, ...], rotation: Rotation) -> Tensor:
     """Return the eager result of "rotated parts" with tokens first, as on CUDA; on CPUs, heads are first in memory."""
     memory = grouped_heads._rotate_parts_eagerly(by_group, parts, rotation)
-    places = grouped_heads._part_buffers(memory, list(grouped_heads._part_views(by_group, parts)))
+    places = [*grouped_heads._part_buffers(memory, list(grouped_heads._part_views(by_group, parts)))]
     assert not places[0].is_contiguous()
     return torch.cat([place.flatten() for place in places])
 
