@@ -1,6 +1,6 @@
 """DeepSpeed's JSON file: its keys, and refusal of unknown and invalid ones."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import inf
 from typing import Any, NamedTuple
 
@@ -147,7 +147,7 @@ class FileValues(NamedTuple):
 def reconcile_values(config: Config, content: Content, world_size: int) -> FileValues:
     """Return the values of the file with the content `content`. Raises ConfigError if a flag contradicts one."""
     path = ds_file_path(config)
-    notes = _note_batch_sizes(config, content, world_size)
+    notes = list(_note_batch_sizes(config, content, world_size))
     enabled = enabled_formats(content)
     if len(enabled) == 2:
         raise ConfigError(f"{path} enables both fp16 and bf16; keep one")
@@ -198,8 +198,8 @@ def batch_sizes(config: Config, world_size: int) -> dict[str, int]:
     }
 
 
-def _note_batch_sizes(config: Config, content: Content, world_size: int) -> list[str]:
-    """Return notes on batch sizes in the file that differ from the flags.
+def _note_batch_sizes(config: Config, content: Content, world_size: int) -> Iterator[str]:
+    """Yield notes on batch sizes in the file that differ from the flags.
 
     CPM-Pretrain reads the file's batch sizes only if a pipeline is used. Therefore, a different size raises
     ConfigError if there are two or more pipeline stages, and gives a note otherwise.
@@ -207,14 +207,13 @@ def _note_batch_sizes(config: Config, content: Content, world_size: int) -> list
     t = config.train
     p = config.parallel
     path = ds_file_path(config)
-    notes = []
     sizes = batch_sizes(config, world_size)
     for key, value in sizes.items():
         in_file = content.get(key, value)
         if in_file == value:
             continue
         if p.stages == 1:
-            notes.append(
+            yield (
                 f"{path} sets {key} = {in_file}, which has no effect without a pipeline; {key} is {value}, as the "
                 f"flags set it"
             )
@@ -226,4 +225,3 @@ def _note_batch_sizes(config: Config, content: Content, world_size: int) -> list
             f"--batch-size {t.batch_size} x --gas {t.gas} x ({world_size} ranks / --pipe-parallel-size {p.stages} "
             f'/ --model-parallel-size {p.model_parallel_size}{context}); change one of them or write "auto"'
         )
-    return notes
