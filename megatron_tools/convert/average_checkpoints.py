@@ -40,7 +40,7 @@ def newest_checkpoints(load: str, number: int) -> list[Path]:
         if iteration <= last_iteration:
             earlier.append(path)
     # A damaged checkpoint has no record of the run's forks (None), so nothing counts as abandoned.
-    known = without_abandoned(earlier, forks_of(newest) or ())
+    known = list(without_abandoned(earlier, forks_of(newest) or ()))
     if not 0 < number <= len(known):
         raise ValueError(f"--last {number} must lie between 1 and {len(known)}, the number of checkpoints of {load}")
     return known[-number:]
