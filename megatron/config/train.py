@@ -115,6 +115,7 @@ class TrainConfig(Section):
         return "bf16" if self.precision == "fp8" else self.precision
 
     def _problems(self) -> Iterator[str]:
+        """Yield an error text for each invalid range to skip, and for flags of evaluations on tasks without tasks."""
         for word in self.skip_iterations or ():
             yield from _range_problems("--skip-iterations", word)
         for word in self.skip_samples or ():

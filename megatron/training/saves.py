@@ -44,6 +44,7 @@ class Saves(Feature):
             print_rank_0(f"note: {failure}")
 
     def after_step(self, step: StepResult | None, samples: SampleRange) -> None:
+        """Complete a background save that all ranks have written, and begin a save if one is due."""
         run = self._run
         iteration = samples.iteration
         settings = run.config.checkpoint
