@@ -254,13 +254,18 @@ def add_text_flags(parser: argparse.ArgumentParser) -> None:
     add("--quiet", action="store_true", help="show no progress bar")
 
 
+def usable_cores() -> int:
+    """Return the number of cores that this process may use, which SLURM or Docker may limit."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def add_worker_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags for worker processes."""
     add = parser.add_argument
     add(
         "--workers",
         type=natural_int,
-        default=os.cpu_count() or 1,
+        default=usable_cores(),
         help="number of worker processes (default: one per core)",
     )
     add(

@@ -262,10 +262,12 @@ def main(argv: list[str]) -> int:
         if name.startswith("torch.distributed"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     args = parse_args(argv)  # type: ignore[no-untyped-call]
+    if args.standalone and not args.local_addr:
+        args.local_addr = "127.0.0.1"  # torch would wait for ever if the machine's own name does not resolve
     try:
         check_numbers(args)
         signals = install_signals(args)
-    except (ValueError, AssertionError) as error:
+    except (ValueError, AssertionError, OSError) as error:
         print_message(f"{error} (check the numbers of the launcher's arguments and TORCH_ELASTIC_SHUTDOWN_TIMEOUT)")
         return REFUSED_EXIT_CODE
     if int(args.max_restarts) and _spans_nodes(args):

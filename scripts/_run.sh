@@ -4,6 +4,7 @@
 # shellcheck disable=SC1091
 ME=$(basename "$0")
 source "$ROOT/scripts/_variables.sh"
+unset PYTHONSAFEPATH  # the tools are run from this checkout
 case " $* " in *" --help "* | *" -h "*) show_variables; exit 0 ;; esac
 bash "$ROOT/scripts/setup.sh"
 # shellcheck disable=SC1091
@@ -170,6 +171,10 @@ show_results() {
     echo "metrics      $RUN_DIR/metrics.jsonl"
     echo "loss curve   $RUN_DIR/loss.png and report.html"
     echo "checkpoints  $RUN_DIR/checkpoints"
-    echo "more text    ${AT}.venv/bin/python ${AT}tools/generate.py --load $RUN_DIR --prompt '...'"
-    echo "on a page    ${AT}.venv/bin/python ${AT}tools/demo.py --load $RUN_DIR"
+    local command place run
+    printf -v command '%q' "${AT}.venv/bin/python"
+    printf -v place '%q' "${AT}tools"
+    printf -v run '%q' "$RUN_DIR"
+    echo "more text    $command $place/generate.py --load $run --prompt '...'"
+    echo "on a page    $command $place/demo.py --load $run"
 }

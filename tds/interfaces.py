@@ -21,8 +21,19 @@ UNROUTED_ADDRESSES = ("192.0.2.1", "2001:db8::1")  # addresses of no host, to fi
 
 
 def choose_interface() -> None:
-    """Set GLOO_SOCKET_IFNAME to the interface that reaches MASTER_ADDR, if the run spans hosts and it is not set."""
-    if os.environ.get(INTERFACE_VARIABLE) or not spans_hosts():
+    """Set GLOO_SOCKET_IFNAME to the interface that reaches MASTER_ADDR, if the run spans hosts and it is not set.
+
+    Raises ValueError if it is set to an interface that this machine does not have.
+    """
+    chosen = os.environ.get(INTERFACE_VARIABLE)
+    if chosen:
+        present = [name for _, name in socket.if_nameindex()]
+        if not set(chosen.split(",")) <= {*present}:
+            raise ValueError(
+                f"{INTERFACE_VARIABLE}={chosen}: this machine only has the interfaces {', '.join(present)}"
+            )
+        return
+    if not spans_hosts():
         return
     interface = _interface_to(os.environ["MASTER_ADDR"])
     if interface:

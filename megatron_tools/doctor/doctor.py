@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import megatron
-from data_utils.cli import Parser, local_path, positive_float, positive_int
+from data_utils.cli import Parser, local_path, positive_float, positive_int, usable_cores
 from megatron.config import Config
 
 from . import corpora, machine, memory, network, run_dir, settings
@@ -112,7 +112,7 @@ class Examination:
             import torch
 
             devices = torch.accelerator.device_count()
-        return self.ranks if self.ranks <= max(os.cpu_count() or 1, devices) else None
+        return self.ranks if self.ranks <= max(usable_cores(), devices) else None
 
     def _installation(self) -> Findings:
         """Check Python, the packages and their imports."""

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from data_utils.cli import usable_cores
+
 from .finding import Findings, failed, ok, warning
 
 # Package -> (oldest supported, newest tested by scripts/test_versions.sh). pyproject.toml has the same oldest
@@ -178,9 +180,7 @@ def check_compiler(wanted: bool) -> Findings:
 
 def check_threads(ranks_here: int, on_cpu: bool) -> Findings:
     """Check that the ranks on this machine together have no more threads than it has cores."""
-    cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     omp_threads = os.environ.get("OMP_NUM_THREADS")
     threads_per_rank = 1
     if omp_threads is not None:

@@ -27,7 +27,7 @@ def test_interface_of_the_route_to_the_first_host(monkeypatch: pytest.MonkeyPatc
     two = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node1"}
     assert chosen(monkeypatch, {"node1": "10.0.0.5"}, **two) == "eth0"
     assert chosen(monkeypatch, {"node1": "fd00::5"}, **two) == "eth1"
-    assert chosen(monkeypatch, {"node1": "10.0.0.5"}, **two, GLOO_SOCKET_IFNAME="ib0") == "ib0"
+    assert chosen(monkeypatch, {"node1": "10.0.0.5"}, **two, GLOO_SOCKET_IFNAME="lo") == "lo"
     assert chosen(monkeypatch, {}, **two) is None
     debian = {"node1": "127.0.1.1", "192.0.2.1": "10.0.0.5"}  # this is node1; the other address finds the default route
     assert chosen(monkeypatch, debian, **two) == "eth0"
@@ -47,3 +47,12 @@ def test_interface_of_the_route_to_the_first_host(monkeypatch: pytest.MonkeyPatc
 )
 def test_runs_on_one_machine_choose_nothing(monkeypatch: pytest.MonkeyPatch, env: dict[str, str]) -> None:
     assert chosen(monkeypatch, {"node1": "10.0.0.5"}, **env) is None
+
+
+def test_an_interface_that_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("eth99", "lo,eth99"):
+        monkeypatch.setenv(interfaces.INTERFACE_VARIABLE, name)
+        with pytest.raises(ValueError, match=f"{name}: .* lo"):
+            interfaces.choose_interface()
+    monkeypatch.setenv(interfaces.INTERFACE_VARIABLE, "lo")
+    interfaces.choose_interface()
