@@ -8,6 +8,7 @@ import contextlib
 import os
 import shutil
 import sysconfig
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -76,20 +77,24 @@ def onednn_pack(weight: Tensor, rows: int) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight, rows)  # type: ignore[no-any-return]
 
 
+_matmul_lock = threading.Lock()
+
+
 @contextlib.contextmanager
 def onednn_matmuls() -> Iterator[None]:
     """Run torch.bmm in oneDNN for fp32 matrices that hold bf16 values or will be rounded to bf16.
 
     oneDNN may round the factors to bf16 and sums in fp32; it rounds where this is faster, as on CPUs with AMX. The
-    setting is that of the process, so no other thread may multiply meanwhile.
+    setting is that of the process, so no other thread may multiply meanwhile. A second thread waits here.
     """
     settings: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    given = settings.fp32_precision
-    settings.fp32_precision = "bf16"
-    try:
-        yield
-    finally:
-        settings.fp32_precision = given
+    with _matmul_lock, torch.autocast("cpu", enabled=False):  # autocast would return bf16
+        given = settings.fp32_precision
+        settings.fp32_precision = "bf16"
+        try:
+            yield
+        finally:
+            settings.fp32_precision = given
 
 
 def emulates_matmul(dtype: torch.dtype) -> bool:

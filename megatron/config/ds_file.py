@@ -64,7 +64,10 @@ def read_file(config: Config, find_problem: Callable[[str, Content], str | None]
         is_number = type(value) in (int, float)  # True, an int in Python, is no number here
         if not is_number or not 0 <= value < inf:
             raise ConfigError(f"{path}: {key!r} must be a number of at least 0, not {format_value(value)}")
-    power = content.get("fp16", {}).get("initial_scale_power", 0)
+    fp16 = content.get("fp16", {})
+    if float(fp16.get("hysteresis", 1)) < 1:  # DeepSpeed would never lower the scale, and skip each step
+        raise ConfigError(f"{path}: fp16.hysteresis must be at least 1, which lowers the scale at each overflow")
+    power = fp16.get("initial_scale_power", 0)
     if float(power) > 62:  # torch multiplies by 64-bit integers; DeepSpeed accepts "16", too
         raise ConfigError(
             f"{path}: fp16.initial_scale_power {power} must be at most 62: the loss scale is 2 to this power"

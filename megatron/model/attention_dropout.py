@@ -68,10 +68,11 @@ def dropout_by_document(
         outputs = []
         for piece, q, k, v in zip(row_pieces, queries, keys, values, strict=True):
             keep_block = keep_row[:, piece.queries, piece.keys]
-            factors = keep_block.to(query.dtype).div_(keep_prob)
+            keep_factors = keep_block.to(query.dtype)
             visible = piece.visible(query.device)
             additive_mask = None if visible is None else to_additive_mask(visible, q.dtype)[0]  # without the batch
-            outputs.append(_attend(q, k, v, additive_mask, scale, factors.mul))
+            output = _attend(q, k, v, additive_mask, scale, keep_factors.mul)
+            outputs.append(output.mul_(1 / keep_prob))
         rows.append(torch.cat(outputs, 1))
     return torch.stack(rows)
 

@@ -56,6 +56,8 @@ def _row_pieces(query: Tensor, key: Tensor, scope: Tensor | Pieces | None, causa
         return scope.items
     queries = slice(0, query.shape[2])
     keys = slice(0, key.shape[2])
+    if scope is not None:
+        scope = scope.expand(-1, -1, query.shape[2], -1)  # may have one row for all queries
     pieces = []
     for i in range(len(query)):
         row = slice(i, i + 1)

@@ -1,6 +1,7 @@
 """Custom backward passes give the gradients that autograd computes from the plain formulas."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -208,3 +209,23 @@ def test_attention_in_blocks_in_bf16_only_rounds(
     for mine, true in zip(found, exact, strict=True):
         assert mine.dtype == torch.bfloat16
         assert (mine.double() - true).norm() < 0.004 * true.norm()  # a rounding to 8 bits is off by up to 0.0039
+
+
+def test_attention_in_blocks_keeps_its_precision_under_autocast_and_threads() -> None:
+    query, key, value = torch.randn(3, 1, 2, 200, 16, generator=torch.Generator().manual_seed(6)).bfloat16().unbind()
+    expected = block_attention(query, key, value, None, None, 4.0, True)
+    settings: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = settings.fp32_precision
+    with torch.autocast("cpu", torch.bfloat16), ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: block_attention(query, key, value, None, None, 4.0, True), range(40)))
+        found.append(block_attention(query, key, value, None, None, 4.0, True))
+    torch.testing.assert_close(found, [expected] * 41, rtol=0, atol=0)
+    assert settings.fp32_precision == before
+
+
+def test_a_mask_of_padding_may_have_one_row_for_all_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_attention_module, "MAX_SCORES", 1)
+    query, key, value = torch.randn(3, 2, 2, 150, 16, generator=torch.Generator().manual_seed(7)).bfloat16().unbind()
+    mask = torch.arange(150).expand(2, 1, 1, 150) < torch.tensor([90, 150]).view(2, 1, 1, 1)
+    found = block_attention(query, key, value, None, mask, 0.25)
+    torch.testing.assert_close(found, block_attention(query, key, value, None, mask.expand(2, 1, 150, 150), 0.25))

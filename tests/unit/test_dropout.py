@@ -143,3 +143,12 @@ def test_documents_drop_weights_one_by_one(causal: bool) -> None:
     weights = (query @ key.mT * 0.5).masked_fill(~sees, -torch.inf).softmax(-1)
     theirs = (weights * _factors(weights)) @ value
     _same(ours, theirs, [query, key, value])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_kept_values_are_divided_by_their_probability(dtype: torch.dtype) -> None:
+    x = torch.rand(50_000, generator=torch.Generator().manual_seed(3)).to(dtype)
+    dropped = mpu.Stream(mpu.RngStreams(), "test").drop(x, 0.1)
+    kept = dropped != 0
+    ratio = dropped[kept].double().sum() / x[kept].double().sum()
+    assert abs(ratio * 0.9 - 1) < 1e-4  # a factor in bf16 would be off by 1.6e-3

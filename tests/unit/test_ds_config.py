@@ -74,6 +74,7 @@ def test_what_changes_no_number_gives_way_with_a_note(tmp_path: Path, stages: st
         ({"gradient_clipping": -1}, (), "'gradient_clipping' must be a number of at least 0, not -1"),
         ({"steps_per_print": math.nan}, (), "'steps_per_print' must be a number of at least 0, not NaN"),
         ({"fp16": {"enabled": True, "initial_scale_power": 65536}}, (), "initial_scale_power 65536 must be at most 62"),
+        ({"fp16": {"enabled": True, "hysteresis": 0}}, (), "fp16.hysteresis must be at least 1"),
         ({"zero_optimization": True}, ("--zero-stage", "2"), "ZeRO stage 1, but --zero-stage is 2"),
         ({"train_batchsize": 1}, (), "unknown key 'train_batchsize'; did you mean train_batch_size?"),
         ({"bf16": {"check_grad_overflow": False}}, (), "which would apply NaN or Inf gradients; remove it"),
