@@ -14,11 +14,11 @@ from tests.support import ROOT
 
 # Package -> (tokens of code, folders that hold modules). Lower a limit when the code has become smaller.
 LIMITS = {
-    "tds": (62_980, 1),
-    "megatron": (212_740, 15),
+    "tds": (62_910, 1),
+    "megatron": (212_680, 15),
     "megatron_compat": (13_680, 2),
-    "data_utils": (38_270, 1),
-    "megatron_tools": (85_510, 7),
+    "data_utils": (38_140, 1),
+    "megatron_tools": (85_215, 7),
 }
 SLACK = 0.02  # if the code is more than this fraction below its limit, lower the limit
 LAYOUT = {
