@@ -155,3 +155,18 @@ def test_a_worker_opens_sockets_whatever_the_length_of_tmpdir(tmp_path: Path) ->
     folder = tmp_path / ("x" * 110)
     folder.mkdir()
     on_ranks(1, _opens_socket, str(folder))
+
+
+def _sends_what_cannot_be_sent() -> None:
+    start_worker()
+    queue = multiprocessing.Queue()  # type: ignore[var-annotated]
+    queue.put(lambda: 0)
+    time.sleep(60)
+
+
+def test_a_worker_that_cannot_send_a_batch_ends(capfd: pytest.CaptureFixture[str]) -> None:
+    worker = multiprocessing.get_context("fork").Process(target=_sends_what_cannot_be_sent)
+    worker.start()
+    worker.join(30)
+    worker.kill()
+    assert worker.exitcode == 1 and "lambda" in capfd.readouterr().err
