@@ -7,11 +7,9 @@ import re
 import signal
 import tempfile
 import threading
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import wait
-from multiprocessing.queues import Queue
 
 from megatron.data.tracker import start_tracker
 
@@ -73,18 +71,11 @@ def start_worker(_: int = 0) -> None:
     PyTorch checks whether the parent is alive only while a worker waits for work. It does not notice that the parent
     died before the worker had started.
     """
-    # By default, Python prints the error of a batch that cannot be sent, and goes on. The run would wait for ever.
-    Queue._on_queue_feeder_error = staticmethod(_end_worker)  # type: ignore[attr-defined]
-    # PyTorch sends tensors by a socket in the temporary folder, of whose path the kernel takes 107 bytes.
+    # PyTorch sends tensors by a socket in the temporary folder, of whose path the kernel takes 107 bytes. If there is no
+    # such folder, gettempdir() raises an error; without it, the run would wait for the first batch for ever.
     if len(os.fsencode(tempfile.gettempdir())) > 107 - len("/pymp-12345678/listener-12345678"):
         tempfile.tempdir = "/tmp"
     threading.Thread(target=_wait_for_parent, name="end-with-parent", daemon=True).start()
-
-
-def _end_worker(error: Exception, _: object) -> None:
-    """Print the error and end this worker process."""
-    traceback.print_exception(error)
-    os._exit(1)
 
 
 def _wait_for_parent() -> None:

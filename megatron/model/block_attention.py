@@ -25,9 +25,10 @@ from megatron._torch import onednn_matmuls, softmax_backward, version_counter
 from .flash_attention import empty_like_linear
 from .pieces import Piece, Pieces
 
-MAX_SCORES = 2**22  # of a block, 16 MB in fp32
-MIN_QUERIES = 64  # of a block, even if it has more scores
-MAX_CAUSAL_QUERIES = 128  # of a causal block; fewer would save more scores of later keys, but need more calls
+MAX_SCORES = 2**22  # A block has at most so many scores (16 MB in fp32), or MIN_QUERIES queries.
+MIN_QUERIES = 64
+# A causal block has at most so many queries. Fewer would save more scores of later keys, but need more calls.
+MAX_CAUSAL_QUERIES = 128
 
 
 def block_attention(

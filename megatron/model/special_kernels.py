@@ -19,7 +19,7 @@ from .masks import Documents
 
 # Limits of attention in blocks without a bias. Generation has one query. With many heads and keys, a block has too few
 # queries. With many threads, torch's kernel is faster, because it divides the heads of all samples among them.
-MIN_QUERIES = 128
+MIN_CALL_QUERIES = 128
 MAX_HEADS_TIMES_KEYS = 2**16
 MAX_THREADS = 8
 
@@ -139,12 +139,16 @@ def _is_emulated(call: AttentionArgs) -> bool:
 
 def _suits_blocks(call: AttentionArgs) -> bool:
     """Return whether `attend_in_blocks` may compute the call and is faster: in bf16, for many queries of one length."""
-    is_bf16_on_cpu = call.on_cpu and call.query.dtype == torch.bfloat16
-    if not is_bf16_on_cpu or not call.allow_fused_bias or torch.compiler.is_compiling() or _is_emulated(call):
+    if not call.on_cpu or call.query.dtype != torch.bfloat16:
+        return False
+    if not call.allow_fused_bias or torch.compiler.is_compiling() or _is_emulated(call):
         return False
     _, heads, queries, _ = call.query.shape
-    fits = queries >= MIN_QUERIES and heads * call.key.shape[2] <= MAX_HEADS_TIMES_KEYS
-    return fits and torch.get_num_threads() <= MAX_THREADS and onednn_is_there()
+    keys = call.key.shape[2]
+    is_long = queries >= MIN_CALL_QUERIES
+    has_large_blocks = heads * keys <= MAX_HEADS_TIMES_KEYS
+    has_few_threads = torch.get_num_threads() <= MAX_THREADS
+    return is_long and has_large_blocks and has_few_threads and onednn_is_there()
 
 
 # (condition, kernel): the first kernel whose condition holds computes the call; the last one accepts every call. The

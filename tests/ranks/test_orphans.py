@@ -157,16 +157,8 @@ def test_a_worker_opens_sockets_whatever_the_length_of_tmpdir(tmp_path: Path) ->
     on_ranks(1, _opens_socket, str(folder))
 
 
-def _sends_what_cannot_be_sent() -> None:
-    start_worker()
-    queue = multiprocessing.Queue()  # type: ignore[var-annotated]
-    queue.put(lambda: 0)
-    time.sleep(60)
-
-
-def test_a_worker_that_cannot_send_a_batch_ends(capfd: pytest.CaptureFixture[str]) -> None:
-    worker = multiprocessing.get_context("fork").Process(target=_sends_what_cannot_be_sent)
-    worker.start()
-    worker.join(30)
-    worker.kill()
-    assert worker.exitcode == 1 and "lambda" in capfd.readouterr().err
+def test_a_worker_without_a_temporary_folder_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nowhere"])
+    with pytest.raises(FileNotFoundError, match="temporary directory"):
+        start_worker()
