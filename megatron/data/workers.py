@@ -71,8 +71,8 @@ def start_worker(_: int = 0) -> None:
     PyTorch checks whether the parent is alive only while a worker waits for work. It does not notice that the parent
     died before the worker had started.
     """
-    # PyTorch sends tensors by a socket in the temporary folder, of whose path the kernel takes 107 bytes. If there is no
-    # such folder, gettempdir() raises an error; without it, the run would wait for the first batch for ever.
+    # PyTorch sends tensors by a socket in the temporary folder, of whose path the kernel takes 107 bytes. If there is
+    # no such folder, gettempdir() raises an error; without it, the run would wait for the first batch for ever.
     if len(os.fsencode(tempfile.gettempdir())) > 107 - len("/pymp-12345678/listener-12345678"):
         tempfile.tempdir = "/tmp"
     threading.Thread(target=_wait_for_parent, name="end-with-parent", daemon=True).start()
