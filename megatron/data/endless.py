@@ -43,8 +43,6 @@ def collate(samples: list[Any]) -> Any:
     try:
         return default_collate(samples)
     except (RuntimeError, TypeError) as error:
-        if "shared memory" in str(error):
-            raise
         raise ValueError(
             f"the samples of a micro-batch cannot be stacked ({error}); dataset[n] must return a dict of tensors, with "
             "the same shapes for any n"

@@ -7,7 +7,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from .endless import Endless, collate
-from .workers import block_signals, kill_workers_at_exit, start_worker
+from .workers import block_signals, kill_workers_at_exit, pack, start_worker, unpack
 
 
 @dataclass
@@ -47,7 +47,8 @@ class ConsecutiveSampler(Sampler[list[int]]):
 class _Loader(DataLoader[Any]):
     def __iter__(self) -> Any:
         with block_signals():  # super().__iter__() starts the worker processes, which inherit the blocked signals
-            return super().__iter__()
+            batches = super().__iter__()
+        return map(unpack, batches) if self.num_workers else batches
 
 
 def build_loader(
@@ -68,7 +69,7 @@ def build_loader(
     return _Loader(
         endless,
         batch_sampler=sampler,
-        collate_fn=collate,
+        collate_fn=pack if num_workers else collate,
         num_workers=num_workers,
         # Unlike forked workers, spawned workers do not inherit threads or accelerator state. Unlike workers of a
         # forkserver, they are children of this process, so they notice when it dies.

@@ -1,36 +1,68 @@
-"""Start and end of data workers: workers block signals, and exit when the training process exits."""
+"""Data workers: what they send, and their start and end.
+
+Workers block signals, and exit when the training process exits. They send samples through pipes. torch would send
+tensors through shared memory and open files, of which containers have little, and a run waits for ever for a tensor
+that cannot be sent.
+"""
 
 import atexit
+import io
 import multiprocessing
 import os
+import pickle
 import re
 import signal
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import wait
+from typing import Any
 
-from megatron.data.tracker import start_tracker
+import torch
+
+from .endless import collate
+from .tracker import start_tracker
 
 # Error of torch's DataLoader about a worker that ended.
 _WORKER_ENDED = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: ([^.]+)|exited)")
 
 
 def describe_worker_end(error: BaseException) -> str | None:
-    """Return one sentence if `error` says that a data worker has ended or has no shared memory, else None."""
-    text = str(error)
-    if "shared memory" in text:
-        return f"/dev/shm has too little space: lower --num-workers or --batch-size, or pass --num-workers 0 ({text})"
-    match = _WORKER_ENDED.search(text)
+    """Return one sentence if `error` says that a data worker has ended, else None."""
+    match = _WORKER_ENDED.search(str(error))
     if not match:
         return None
     cause = f"was killed by the signal {match[2].strip()!r}" if match[2] else "ended"
-    advice = "the machine may have too little memory, or little shared memory in /dev/shm: lower --num-workers"
     return (
-        f"the data worker with process id {match[1]} {cause}; if it has printed no error above, {advice}, or pass "
-        "--num-workers 0"
+        f"the data worker with process id {match[1]} {cause}; if it has printed no error above, the machine may have "
+        "too little memory: lower --num-workers, or pass --num-workers 0"
     )
+
+
+class _Pickler(pickle.Pickler):
+    """Pickler that copies the elements of tensors. For a slice, torch would copy all that its storage holds."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return NotImplemented
+        elements = value.detach().contiguous().view(-1)
+        return _tensor_of, (elements.view(torch.uint8).numpy(), value.dtype, value.shape)
+
+
+def _tensor_of(data: Any, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    return torch.from_numpy(data).view(dtype).view(shape)
+
+
+def pack(samples: list[Any]) -> bytes:
+    """Return the samples of a micro-batch as bytes, which a worker sends."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(samples)
+    return buffer.getvalue()
+
+
+def unpack(packed: bytes) -> Any:
+    """Return the micro-batch of samples that a worker has sent."""
+    return collate(pickle.loads(packed))
 
 
 @contextmanager
@@ -55,6 +87,7 @@ def kill_workers() -> None:
 
     Otherwise, at exit, Python would send SIGTERM to the workers, which block this signal, and wait for them.
     """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise an error for each of them
     for worker in multiprocessing.active_children():
         worker.kill()
 
@@ -71,10 +104,6 @@ def start_worker(_: int = 0) -> None:
     PyTorch checks whether the parent is alive only while a worker waits for work. It does not notice that the parent
     died before the worker had started.
     """
-    # PyTorch sends tensors by a socket in the temporary folder, of whose path the kernel takes 107 bytes. If there is
-    # no such folder, gettempdir() raises an error; without it, the run would wait for the first batch for ever.
-    if len(os.fsencode(tempfile.gettempdir())) > 107 - len("/pymp-12345678/listener-12345678"):
-        tempfile.tempdir = "/tmp"
     threading.Thread(target=_wait_for_parent, name="end-with-parent", daemon=True).start()
 
 

@@ -178,15 +178,13 @@ class Examination:
             built_for = device.supported_accelerator()
             yield from findings_of("devices", machine.check_devices(built_for, finds_device, has_gpu))
         uses_compile = False
-        workers = 0
         if self.config is not None:
             uses_compile = bool(self.config.train.compile)
-            workers = self.config.data.num_workers
         yield from machine.check_compiler(uses_compile)
         if not self.args.cluster:
             yield from machine.check_threads(self.ranks_here or self.ranks, on_cpu=not finds_device)
         yield from machine.check_open_files()
-        yield from machine.check_shared_memory(workers)
+        yield from machine.check_shared_memory()
 
     def _load_tokenizer(self, config: Config) -> Findings:
         from megatron.tasks import task_of

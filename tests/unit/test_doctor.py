@@ -114,7 +114,7 @@ def test_memory_and_disk(examined: Callable[..., Any], monkeypatch: pytest.Monke
     found = examined("--num-workers", "2")
     assert found["memory"].state == "failed" and "--zero-stage" in found["memory"].remedy
     assert found["disk"].state == "failed" and "--keep-last" in found["disk"].remedy
-    assert found["shared memory"].state == "failed" and "--num-workers 0" in found["shared memory"].remedy
+    assert found["shared memory"].state == "warning" and "--shm-size" in found["shared memory"].remedy
 
 
 def test_disk_for_the_checkpoints_that_keep_every_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.sample_order import SampleOrder
 from megatron.data.sampler import ConsecutiveSampler, build_loader
 from megatron.data.splits import parse_split, split_documents
+from megatron.data.workers import pack
 from megatron.seeds import seed_generators
 from tests.sentences import SENTENCES
 from tests.support import command
@@ -269,6 +270,39 @@ def test_the_number_of_workers_changes_nothing(indexed: IndexedDataset) -> None:
         return [next(iterator)["text"].tolist() for _ in range(6)]
 
     assert first(0) == first(2)
+
+
+class Strange:
+    """A data set of tensors of all kinds, of which one is a slice of a large one; sample 2 cannot be sent."""
+
+    def __init__(self) -> None:
+        self.table = np.arange(1 << 20)
+
+    def __getitem__(self, n: int) -> dict[str, Any]:
+        grid = torch.arange(24, dtype=torch.bfloat16).view(4, 6) + n
+        sample = {
+            "slice": torch.from_numpy(self.table)[n : n + 2],
+            "columns": grid[:, ::2].T,
+            "scalar": torch.tensor(float(n), dtype=torch.float64, requires_grad=True),
+            "mask": grid[0] > 2,
+            "none": torch.empty(0, 3),
+            "number": n,
+            "name": f"sample {n}",
+        }
+        return sample | {"number": lambda: n} if n == 2 else sample
+
+
+def test_workers_send_samples_of_any_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = iter(build_loader(Strange(), ConsecutiveSampler(2, 1, 0, 1)))
+    sent = iter(build_loader(Strange(), ConsecutiveSampler(2, 1, 0, 1), 1))
+    want, found = next(expected), next(sent)
+    assert found.keys() == want.keys() and found["name"] == want["name"] == ["sample 0", "sample 1"]
+    for name in want.keys() - {"name"}:
+        torch.testing.assert_close(found[name], want[name], rtol=0, atol=0)
+    found["slice"].add_(1)  # memory of its own
+    assert len(pack([Strange()[0]])) < 3000, "a slice is sent alone"
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        next(sent)
 
 
 class Drawn:
