@@ -26,6 +26,11 @@ class SumToShare(NamedTuple):
     group: Any
 
 
+def _divisor_of(num_targets: Tensor) -> Tensor:
+    """Return the divisor of losses: a batch without targets counts as one target, since 0 / 0 would be NaN."""
+    return torch.where(num_targets == 0, 1.0, num_targets)
+
+
 class Losses:
     """The losses of one step.
 
@@ -40,16 +45,18 @@ class Losses:
         self._last_means: dict[LossKey, Tensor] = {}  # losses of the last step, after the division
         self._last_keys: tuple[LossKey, ...] = ((TRAINED, "loss"),)  # keys of the last step, equal on all ranks
         self.mean_counts: Tensor | None = None  # mean over micro-batches of what `count_targets` returned
-        # fp64 vector that the ranks reduce together. Its elements, in order: number of targets and of micro-batches of
-        # all replicas; 1 if a loss has a new name; 1 if losses are fp64; for each of `_last_keys`, 1 if a replica has
-        # this loss; the mean of each of these losses; the number that `share` sums, if it was called.
+        # fp64 vector that the ranks reduce together, for k keys in `_last_keys`:
+        #   [0] targets and [1] micro-batches of all replicas
+        #   [2] > 0 if a loss has a new name, [3] > 0 if losses are fp64
+        #   [4 : 4 + k] number of replicas that have each loss, [4 + k : 4 + 2 * k] mean of each loss
+        #   [-1] the number that `share` sums, if it was called with `with_sum`
         self._numbers = torch.zeros(())
         self.begin(1, 0)
 
     def begin(self, micro_batches: int, replicas: int) -> None:
         """Start a step with `micro_batches` on this replica."""
         self._micro_batches = micro_batches
-        self._divisor: Tensor | None = None  # number of targets in the global batch, if they are counted
+        self._counted: Tensor | None = None  # number of targets in the global batch, if they are counted
         self._numbers_on_host: list[float] | None = None  # `_numbers` on the host
         self._reduced = False  # whether this rank has called `reduce` in this step
         self.targets = float(micro_batches * replicas)  # divisor of the losses, unless `count` is called
@@ -57,7 +64,7 @@ class Losses:
         self.dtype = torch.float32  # dtype of the losses that the engine returns
 
     def count(self, count_targets: Callable[[Any], Any], labels: Sequence[Any], replicas: Any) -> None:
-        """Set the divisor of the losses to the number of targets in `labels`, summed over the replicas.
+        """Count the targets in `labels`, summed over the replicas. Their number becomes the divisor of the losses.
 
         count_targets: returns a scalar, or a vector [k] of which the first element is the number of targets.
         """
@@ -68,16 +75,16 @@ class Losses:
         numbers = torch.cat([total.reshape(-1), total.new_full((1,), self._micro_batches)])
         dist.all_reduce(numbers, group=replicas)
         counts = numbers[:-1]
-        counts[0] += counts[0] == 0  # a batch without targets counts as one target, since 0 / 0 would be NaN
-        self._divisor = counts[0]  # the first element of a vector is the number of targets
+        self._counted = counts[0].clone()
+        counts[0] = self.divisor
         self.mean_counts = (counts / numbers[-1]).view(total.shape)
 
     @property
     def divisor(self) -> Tensor:
         """The number by which the losses of this step are divided, a scalar in fp64 on the device."""
-        if self._divisor is None:
+        if self._counted is None:
             return torch.full((), self.targets, dtype=torch.float64, device=self.device)
-        return self._divisor
+        return _divisor_of(self._counted)
 
     def add(self, loss: Any, additional: Mapping[str, Any]) -> Tensor:
         """Add the losses of a micro-batch, a scalar or a dict of scalars, and return the scalar to train on."""
@@ -107,20 +114,22 @@ class Losses:
         has_new_key = any(key not in last_keys for key in self._sums)
         is_fp64 = self.dtype is torch.float64
         present = [key in self._sums for key in last_keys]
-        flags = [has_new_key, is_fp64, *present]
+        counts = [self._micro_batches, has_new_key, is_fp64, *present]
 
-        # One all-reduce over the replicas sums the flags, the number of micro-batches, and a loss for each key.
-        header = to_device([*map(float, flags), float(self._micro_batches)], self.device)
+        # One all-reduce over the replicas sums the number of micro-batches, the flags, and a loss for each key.
+        header = to_device(list(map(float, counts)), self.device)
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         sums = torch.stack([self._sums.get(key, zero) for key in last_keys])
         numbers = torch.cat([header, sums])
         if dist.get_world_size(replicas) > 1:
             dist.all_reduce(numbers, group=replicas)
-        flag_counts, micros, totals = torch.split(numbers, [len(flags), 1, len(last_keys)])
+        header, totals = torch.split(numbers, [len(counts), len(last_keys)])
 
-        targets = micros if self._divisor is None else self._divisor.view(1)
-        divisors = torch.cat([targets if kind == TRAINED else micros for kind, _ in last_keys])
-        self._numbers = torch.cat([targets, micros, flag_counts, totals / divisors])
+        micros = header[:1]
+        targets = micros if self._counted is None else self._counted.view(1)
+        divisor = _divisor_of(targets)
+        divisors = torch.cat([divisor if kind == TRAINED else micros for kind, _ in last_keys])
+        self._numbers = torch.cat([targets, header, totals / divisors])  # in the order described in __init__
 
     def share(self, source: int, stages: Any, with_sum: SumToShare | None = None) -> None:
         """Broadcast the losses from rank `source` to the other stages. Collective over the group `stages`.
@@ -129,7 +138,9 @@ class Losses:
         """
         self._source = source
         self._stages = stages
-        has_losses = with_sum.adds_losses if with_sum else dist.get_rank() == source
+        has_losses = dist.get_rank() == source
+        if with_sum:
+            has_losses = with_sum.adds_losses  # one rank of the group
         if not has_losses:  # zeros for the 4 numbers, the flags and the means that are described in __init__
             self._numbers = torch.zeros(4 + 2 * len(self._last_keys), dtype=torch.float64, device=self.device)
         if with_sum:
@@ -145,17 +156,17 @@ class Losses:
         """
         if self._numbers_on_host is not None:
             return self.total
-        numbers = self._numbers_on_host = self._numbers.tolist()
-        # The vector described in __init__: 4 numbers, then a flag for each key, then a mean for each key.
-        self.targets, micros, has_new_key, is_fp64 = numbers[:4]
-        first_mean = 4 + len(self._last_keys)
+        numbers = self._numbers.tolist()
+        self._numbers_on_host = numbers
+        self.targets, micros, has_new_key, is_fp64 = numbers[:4]  # see __init__
         self.dtype = torch.float64 if is_fp64 else torch.float32
         if has_new_key:
             from .new_losses import exchange_means
 
-            means = exchange_means(self, {TRAINED: self.targets, ADDITIONAL: micros})
+            means = exchange_means(self, {TRAINED: self.targets or 1.0, ADDITIONAL: micros})
         else:
             means = {}
+            first_mean = 4 + len(self._last_keys)
             for i, key in enumerate(self._last_keys):
                 if numbers[4 + i]:  # some replica has this loss
                     means[key] = self._numbers[first_mean + i]

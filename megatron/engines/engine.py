@@ -104,7 +104,8 @@ class PipeEngine:
             engine.train_batch(batches)
         engine.set_dataiterator(None)  # DeepSpeed's reference to the data iterator would keep the data workers alive
         sums = self._aux(engine.micro_batches)
-        aux = {name: total / engine.num_targets for name, total in sums.items()}
+        divisor = engine.num_targets or 1.0
+        aux = {name: total / divisor for name, total in sums.items()}
         return end_step(engine, self._exact_loss(), engine.get_global_grad_norm(), aux)
 
     def eval_batch(self, batches: Batches | None) -> dict[str, float]:

@@ -56,7 +56,7 @@ def _evaluate_dataset(run: Run, dataset: Any) -> defaultdict[str, float]:
 
 def _evaluation_row(sums: Mapping[str, float], split: str, iteration: int) -> dict[str, Any]:
     """Return the row of metrics.jsonl for the sums of an evaluation."""
-    loss = sums["loss"] / sums["targets"]
+    loss = sums["loss"] / sums["targets"] if sums["targets"] else math.nan
     row = {"split": split, "iteration": iteration, "lm_loss": loss, "ppl": perplexity(loss)}
     if tokens := sums.get("text_tokens"):
         row |= {"text_loss": sums["text_loss"] / tokens, "text_accuracy": sums["text_right"] / tokens}

@@ -1,5 +1,6 @@
 """Average losses are right if replicas return losses of different names, or evaluate different micro-batch counts."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,10 @@ from torch import nn
 import tds
 from megatron.engines.without_pipeline import _nonzero_counts, _num_targets
 from megatron.mpu.sequence import Pending
+from megatron.training.evaluation import _evaluation_row
 from tds.losses import Losses
+from tests.checkpoints.runs import Start, make
+from tests.conformance.engines import remembered_groups
 from tests.support import on_ranks
 
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "steps_per_print": 10**9}
@@ -208,3 +212,25 @@ def test_the_named_losses_of_training_and_evaluation_are_monitored_apart(tmp_pat
     assert values["eval_loss"] == [51.0, 51.0]
     assert values["eval_text"] == [50.0, 50.0]
     assert values["aux"] == values["eval_aux"] == [1.0, 1.0]
+
+
+def _evaluated_targets(folder: str, data: str, vocab_file: str) -> list[dict[str, float]]:
+    """Return the results of an evaluation without a target, and of one with 24, in two stages and in two replicas."""
+    results = []
+    with remembered_groups() as begin:
+        for stages in (2, 0):
+            begin()
+            flags = f"--pipe-parallel-size {stages} --batch-size 1 --gas 1 --eod-mask-loss --precision fp32"
+            with make(Start("gpt2", Path(folder) / str(stages), flags), data, vocab_file) as run:
+                text = torch.full((1, 25), run.tokenizer.eod)
+                for tokens in (text, 0 * text):
+                    results.append(run.engine.eval_batch(iter([{"text": tokens}])))
+    return results
+
+
+def test_an_evaluation_without_a_target_counts_none(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    """Sums over global batches are divided by the sum of their targets, so a batch without one adds nothing."""
+    for found in on_ranks(2, _evaluated_targets, str(tmp_path), tiny_data, vocab_file):
+        assert [each["targets"] for each in found] == [0.0, 24.0, 0.0, 48.0]
+        assert found[0]["loss"] == found[2]["loss"] == 0.0 < found[1]["loss"] < found[3]["loss"]
+    assert math.isnan(_evaluation_row({"loss": 0.0, "targets": 0.0}, "valid", 1)["lm_loss"])
