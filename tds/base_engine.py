@@ -98,51 +98,49 @@ class Engine(ExtendedEngine):
         """Set `self.optimizer`, by DeepSpeed's method unless the user gives a DistributedOptimizer."""
         if callable(client_optimizer):  # called before the checks below, which need the optimizer
             client_optimizer = client_optimizer(model_parameters)
-        self.known_model  # noqa: B018  # records the model now
+        self.known_model  # noqa: B018  # a cached property, whose first use records the model
         refuse_closures(client_optimizer)
         refuse_foreign(self.module, client_optimizer)
         refuse_quantization_on_cpus(self)
         self._sum_gradients_in_fp64()
         if self.zero_optimization_stage() == 3:
             make_rows_contiguous(self.module)  # ZeRO 3 shards each weight as a flat tensor
-        if not isinstance(client_optimizer, DistributedOptimizer):
-            if self.has_wrapped_optimizer:
-                refuse_dtypes(self, client_optimizer)
-                make_dense(sparse_weights(self.module))  # DeepSpeed's optimizers flatten gradients
-            else:
-                refuse_sparse(self.module, client_optimizer)
-            with naming_keys(self):
-                super()._configure_optimizer(client_optimizer, model_parameters)
-            refuse_closures(self.basic_optimizer)  # the ds_config may name such an optimizer, too
+        if isinstance(client_optimizer, DistributedOptimizer):
+            refuse_unsupported(self, client_optimizer)
+            self.basic_optimizer = client_optimizer.optimizer
+            self.optimizer = client_optimizer
+            chunks = chunk_of_weights(self.module)
+            client_optimizer.attach(self.module, self.seq_data_parallel_group, chunks, apart=tied_weights(self.module))
+            self.enable_backward_allreduce = False  # the optimizer reduces the gradients
+            configure_compression(self)  # some releases do this in DeepSpeed's method, which is not called here
             return
-        refuse_unsupported(self, client_optimizer)
-        self.basic_optimizer = client_optimizer.optimizer
-        self.optimizer = client_optimizer
-        client_optimizer.attach(
-            self.module, self.seq_data_parallel_group, chunk_of_weights(self.module), apart=tied_weights(self.module)
-        )
-        self.enable_backward_allreduce = False  # the optimizer reduces the gradients
-        configure_compression(self)  # some releases do this in DeepSpeed's method, which is not called here
+        if self.has_wrapped_optimizer:
+            refuse_dtypes(self, client_optimizer)
+            make_dense(sparse_weights(self.module))  # DeepSpeed's optimizers flatten gradients
+        else:
+            refuse_sparse(self.module, client_optimizer)
+        with naming_keys(self):
+            super()._configure_optimizer(client_optimizer, model_parameters)
+        refuse_closures(self.basic_optimizer)  # the ds_config may name such an optimizer, too
 
     def _take_model_step(self, lr_kwargs: Any) -> None:
         """Step the optimizer by DeepSpeed's method, and count the step if a NaN or Inf in the norm made it a no-op."""
         self.known_model.check_weights(self.optimizer)
         optimizer = self.distributed
-        # With `read_norm`, the optimizer sets `overflow`, by which DeepSpeed counts skipped steps. Without it, the host
-        # does not read the norm in this step, so the device counts them.
-        unread_norm = None
-        if optimizer is not None and optimizer.read_norm is None:
-            unread_norm = optimizer.norm
-        if unread_norm is not None and self.lr_scheduler is not None:
-            # Without `overflow`, DeepSpeed would advance the lr schedule for a skipped step.
-            self.optimizer.read_norm = unread_norm.item
-            unread_norm = None
+        unread_norm = None  # the norm, if the host does not read it in this step
+        if optimizer is not None and optimizer.norm is not None and optimizer.read_norm is None:
+            if self.lr_scheduler is None:
+                unread_norm = optimizer.norm
+            else:
+                # With `read_norm`, the optimizer sets `overflow`, without which DeepSpeed would advance the lr schedule
+                # for a skipped step.
+                optimizer.read_norm = optimizer.norm.item
         super()._take_model_step(lr_kwargs)
-        if unread_norm is not None:
+        if unread_norm is not None:  # DeepSpeed has not counted this step if it was skipped, so the device counts it
             is_skipped = ~unread_norm.isfinite()
             self._skips = self._skips + is_skipped.long()
-        if self.distributed:
-            self.optimizer.zero_grad()
+        if optimizer is not None:
+            optimizer.zero_grad()
         drop_skipped_gradients(self)
 
     @contextmanager
@@ -255,7 +253,10 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
         """
         norm_on_device = self._global_norm()
         clip_by_norm(self.module.parameters(), norm_on_device, self.gradient_clipping())
-        norm = self._read_norm() if self._norm_is_shared else norm_on_device.item()  # the former copies all losses, too
+        if self._norm_is_shared:
+            norm = self._read_norm()  # with all losses, in one copy from the device
+        else:
+            norm = norm_on_device.item()
         self._global_grad_norm = norm
         if self.torch_autocast_z0_gradscaler:  # it skips the step itself
             return
@@ -269,9 +270,10 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
     # `base_engine.Engine`, and DeepSpeed's, which clips by `clip_fp32_gradients` above and steps the optimizer.
     def _take_model_step(self, lr_kwargs: Any) -> None:
         if self.spike_guard:
-            self._losses.read()
+            self._losses.read()  # until then, `named_losses` are those of the last step
             self.spike_guard.begin(torch.stack(list(self.named_losses.values())).sum())
         if self.distributed:
+            # The optimizer scales by the norm on the device; `read_norm` tells the host later if the step was skipped.
             norm = self._global_norm()
             read_norm: Any = self._read_norm
             if self.spike_guard:

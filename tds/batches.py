@@ -49,13 +49,15 @@ class Batches:
     _ended: bool = False
     _inputs: dict[int, Any] = field(default_factory=dict)
     _labels: dict[int, Any] = field(default_factory=dict)
-    _layouts: list[InputLayout] = field(default_factory=list)  # input dtypes and shapes of all micro-batches so far
-    _run: range = range(0)  # consecutive micro-batches with equal layouts, among which `run_end` was called last
+    # A run is a sequence of micro-batches whose inputs have equal dtypes and shapes.
+    _layout: InputLayout | None = None  # input dtypes and shapes of the last micro-batch read
+    _run_of: list[int] = field(default_factory=list)  # number of the run of each micro-batch read
+    _run_ends: list[int] = field(default_factory=list)  # for each run, the first micro-batch after it
 
     @property
     def count(self) -> int:
         """Number of micro-batches read so far."""
-        return len(self._layouts)
+        return len(self._run_of)
 
     def inputs(self, micro: int) -> Any:
         """Return the inputs of a micro-batch, a tensor or a tuple, on the device, and drop this reader's copy.
@@ -77,13 +79,7 @@ class Batches:
 
     def run_end(self, micro: int) -> int:
         """Return the first micro-batch after `micro` whose inputs have another shape or dtype, or are not read yet."""
-        if micro not in self._run:
-            self._run = range(micro, micro + 1)
-        end = self._run.stop  # an earlier call in this run has compared up to here
-        while end < self.count and self._layouts[end] == self._layouts[micro]:
-            end += 1
-        self._run = range(self._run.start, end)
-        return end
+        return self._run_ends[self._run_of[micro]]
 
     def end_on_any_replica(self, replicas: Any) -> DataEnded | None:
         """Return the DataEnded error that this rank must raise if any replica's data have ended, else None.
@@ -106,15 +102,19 @@ class Batches:
             f"the data of another replica of stage {self.stage} ended, so all replicas of this stage skip this step"
         )
 
-    def read_to(self, needed: int, wanted: int = 0) -> None:
-        """Read until max(needed, wanted) micro-batches are read. Raises DataEnded if there are fewer than `needed`."""
-        while not self._ended and self.count < min(max(needed, wanted), self.total):
+    def prefetch(self, number: int) -> None:
+        """Read until `number` micro-batches are read, or the data end."""
+        while not self._ended and self.count < min(number, self.total):
             try:
                 batch = self.read()
             except StopIteration:
-                self._ended = True  # no error yet: all needed micro-batches may have been read
+                self._ended = True
             else:
                 self._store(self.count, batch)
+
+    def read_to(self, needed: int) -> None:
+        """Read until `needed` micro-batches are read. Raises DataEnded if there are fewer."""
+        self.prefetch(needed)
         if self.count < needed:
             raise DataEnded(
                 f"the data iterator of stage {self.stage} ended after {self.count} of {self.total} micro-batches"
@@ -140,7 +140,12 @@ class Batches:
             labels = batch[1] if len(batch) > 1 else None
             copy_object = partial(_copy_object, f"stage {self.stage}, labels of micro-batch {micro}")
             self._labels[micro] = map_tensors(labels, lambda t: host_copy(t, self.device), copy_object)
-        self._layouts.append(tuple((t.dtype, t.shape) for t in inputs if isinstance(t, Tensor)))
+        layout = tuple((t.dtype, t.shape) for t in inputs if isinstance(t, Tensor))
+        if layout != self._layout:  # a new run
+            self._layout = layout
+            self._run_ends.append(micro)
+        self._run_of.append(len(self._run_ends) - 1)
+        self._run_ends[-1] = micro + 1
 
 
 def _copy_object(location: str, value: Any) -> Any:

@@ -8,6 +8,7 @@ from host to host, so that no host waits for its device. neighbours.py describes
 """
 
 import json
+import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -154,17 +155,15 @@ class Sender:
         Several tensors are copied into one buffer. A single one is sent from its own memory, unless another tensor
         uses this memory and so could change it while it is sent.
         """
-        parts = []
-        must_copy = False
-        for each in tensors:
-            if each.tensor.numel():
-                is_shared = storage_use_count(each.tensor) > 1  # counted before `_local_bytes` makes views
-                part = self._local_bytes(each)
-                must_copy = is_shared and same_storage(part, each.tensor)
-                parts.append(part)
-        if must_copy or len(parts) > 1:
+        present = [each for each in tensors if each.tensor.numel()]
+        if not present:
+            return None
+        first = present[0].tensor
+        is_shared = storage_use_count(first) > 1  # counted before `_local_bytes` makes views
+        parts = list(map(self._local_bytes, present))
+        if len(parts) > 1 or (is_shared and same_storage(parts[0], first)):
             return self._concatenate(parts)
-        return parts[0] if parts else None
+        return parts[0]
 
     def _concatenate(self, parts: list[Tensor]) -> Tensor:
         size = sum(part.numel() for part in parts)
@@ -214,7 +213,7 @@ class Receiver:
 
     def __init__(self, link: Link, ahead: int | None) -> None:
         self.link = link
-        self._ahead = ahead or 0  # 0: only `post_after` decides
+        self._ahead = ahead or 0  # receives to keep pending; 0 if `post_after` decides when each one is posted
         self.begin_step((), {})
 
     def begin_step(self, agenda: Iterable[MicroChunk], post_after: Mapping[MicroChunk, int]) -> None:
@@ -248,7 +247,7 @@ class Receiver:
     def take(self, micro_chunk: MicroChunk) -> list[BoundaryTensor]:
         """Wait for the message of `micro_chunk`. Raises RuntimeError if another message comes first."""
         self._post(min_pending=1)  # the receive of this message
-        message = self._posted[0]
+        message = self._posted[0]  # removed after the wait, since `__str__` reports it while the stage waits
         if message.work is not None:
             message.work.wait()
         self._posted.popleft()
@@ -302,7 +301,7 @@ class Receiver:
 
     def _is_due(self, micro_chunk: MicroChunk) -> bool:
         """Return whether this stage has run the passes after which `post_after` lets it post the receive."""
-        return micro_chunk in self._post_after and self._post_after[micro_chunk] <= self._passes
+        return self._post_after.get(micro_chunk, math.inf) <= self._passes  # never if `post_after` is empty
 
     def _reserve(self) -> None:
         """Allocate the buffers of the receives that are due and whose layout is known."""

@@ -58,6 +58,8 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
     number of targets of its micro-batches, or the vector of means if `count_targets` returns a vector of counts.
     """
 
+    # DeepSpeedMethods is the first base only for clients that call `super(PipelineEngine, self)`. These methods are
+    # those of DeepSpeed's pipeline engine, of which the first three raise an error.
     forward = PipelineHooks.forward
     backward = PipelineHooks.backward
     step = PipelineHooks.step
@@ -90,7 +92,8 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
         self._eval_schedule = partial(schedule.forward_only, chunks=self._chunks)
         has_queues = has_message_queues(self.device)
         # The plan of a schedule and a number of micro-batches; repeated calls return the same object.
-        self._plan = cache(partial(plan_of_stage, self.stage_id, self.num_stages, has_queues, self.dynamic_shape))
+        plan_of = partial(plan_of_stage, self.stage_id, self.num_stages, has_queues, self.dynamic_shape)
+        self._cached_plan = cache(plan_of)
         self._current_plan: StagePlan | None = None
         self._neighbours = connect_neighbours(self.grid, self.device, self._chunks)
         self._contract = exchange_declarations(self, settings, self._chunks)
@@ -144,7 +147,7 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
             raise RuntimeError(
                 f"stage {self.stage_id} has no optimizer: give each rank an optimizer, even if all weights are frozen"
             )
-        plan = self._plan(self.schedule, self.micro_batches)
+        plan = self._cached_plan(self.schedule, self.micro_batches)
         if plan is not self._current_plan:  # in the first step, or when the number of micro-batches changes
             self._current_plan = plan
             self._reduction.plan(plan.instructions)
@@ -232,7 +235,7 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
             loss = outputs
         else:
             loss = self.module.loss_fn(outputs, labels)
-        get_additional = getattr(self.module, "get_additional_losses", dict)  # without this method, no losses
+        get_additional = getattr(self.module, "get_additional_losses", dict)  # without this method, dict(): no losses
         total_loss = self._losses.add(loss, get_additional() or {})  # DeepSpeed's own method returns None
         self.loss = total_loss.detach()
         self.fwd_outputs.append(self.loss)
@@ -328,28 +331,32 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
         batches = Batches(self._read, micros, self.device, self.stage_id, needs_inputs=is_first, needs_labels=is_last)
         self._step = Step(batches, compute_loss)
         self._losses.begin(micros, self.dp_world_size)
-        reads_data = is_first or is_last
-        data_ended = reads_data and self._start_reading(batches)
-        if data_ended or not is_last:
-            return  # only the last stage computes losses; if the data ended, stage 0 will inform all stages
+        if not (is_first or is_last):
+            return  # the stages between them read no data
+        has_data = self._start_reading(batches)
+        if not (has_data and is_last):
+            return  # only the last stage computes losses; without data, it will receive the end that stage 0 announces
         if compute_loss and getattr(self.module.loss_fn, "count_targets", None) is not None:
             self._count_targets()
         self._step.scale = self.loss_factor / self._losses.divisor
 
     def _start_reading(self, batches: Batches) -> bool:
-        """Read the first micro-batch, or with several stages all; return whether the data ended before the first.
+        """Read the first micro-batch, or with several stages all; return whether there is a first one.
 
         Reading may be a collective of the first and the last stage, so both read before either waits for messages of
-        the other. Stage 0 must also know all shapes, since its headers announce runs of equal shapes.
+        the other. Stage 0 must also know all shapes, since its headers announce runs of equal shapes. Without data, it
+        raises DataEnded.
         """
         self.observers.waiting("reading its micro-batches")
         end = batches.end_on_any_replica(self._replica_hosts)
-        if end and self.stage_id == 0:
+        if end is None:
+            if self.num_stages > 1:
+                batches.prefetch(batches.total)  # a pass that lacks its micro-batch raises DataEnded later
+            return True
+        if self.stage_id == 0:
             self._announce_data_end(end)
             raise end
-        if not end and self.num_stages > 1:
-            batches.read_to(needed=0, wanted=batches.total)  # a pass that lacks its micro-batch raises DataEnded later
-        return end is not None
+        return False
 
     def _read(self) -> Any:
         """Return the next micro-batch of this rank's data, by DeepSpeed's method, which calls the `batch_fn`."""

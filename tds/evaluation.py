@@ -53,7 +53,7 @@ class PipelineEvaluation(PipelineHooks):
             # Message buffers allocated in inference mode could not be reused for training.
             with torch.inference_mode(False), torch.no_grad(), self._watched(), self.observers.around("eval_batch"):
                 self._begin(micros, compute_loss)
-                self._run(self._plan(self._eval_schedule, micros))
+                self._run(self._cached_plan(self._eval_schedule, micros))
                 loss = self._share_losses().read() if compute_loss else None
                 result = eval_result(self, loss, reduce_output, bcast_loss)
                 logits = in_full(self.outputs) if return_logits else None

@@ -114,21 +114,24 @@ def connect_neighbours(grid: Any, device: torch.device, chunks: int) -> Neighbou
     for _ in range(num_parities if has_queues else 1):  # on gloo, boundaries can share a group
         down_groups.append(new_groups(pipelines, urgent=True))
         up_groups.append(new_groups(pipelines, urgent=True))
-    header_group = host_group(grid.get_pipe_parallel_group()) if has_queues else None  # None: that of the messages
+    header_group = host_group(grid.get_pipe_parallel_group()) if has_queues else None
     pool = BufferPool(device)
     slices = (grid.get_slice_parallel_group(), grid.get_slice_parallel_rank(), grid.get_slice_parallel_world_size())
 
-    def connect(side: str, peer: int, send_group: Any, receive_group: Any) -> None:
-        neighbours.senders[side] = Sender(Link(peer, send_group, header_group or send_group, pool, *slices))
-        receive_link = Link(peer, receive_group, header_group or receive_group, pool, *slices)
-        neighbours.receivers[side] = Receiver(receive_link, receives_ahead(device))
+    def connect(side: str, peer_stage: int, boundary: int, send_groups: list[Any], receive_groups: list[Any]) -> None:
+        peer = grid.stage_to_global(stage_id=peer_stage)
+        parity = boundary_parity(boundary, stages) % len(down_groups)  # 0 if all boundaries share a group
 
+        def link_of(group: Any) -> Link:
+            return Link(peer, group, header_group or group, pool, *slices)  # on gloo, headers travel with the messages
+
+        neighbours.senders[side] = Sender(link_of(send_groups[parity]))
+        neighbours.receivers[side] = Receiver(link_of(receive_groups[parity]), receives_ahead(device))
+
+    if stage < num_boundaries:  # boundary `stage` leads from here to the next stage
+        connect(NEXT, (stage + 1) % stages, stage, down_groups, up_groups)
     previous = (stage - 1) % stages
-    if stage < num_boundaries:
-        parity = boundary_parity(stage, stages) % len(down_groups)  # 0 if there is one group
-        connect(NEXT, grid.stage_to_global(stage_id=(stage + 1) % stages), down_groups[parity], up_groups[parity])
-    if previous < num_boundaries:
-        parity = boundary_parity(previous, stages) % len(down_groups)
-        connect(PREVIOUS, grid.stage_to_global(stage_id=previous), up_groups[parity], down_groups[parity])
+    if previous < num_boundaries:  # boundary `previous` leads here
+        connect(PREVIOUS, previous, previous, up_groups, down_groups)
     open_connections(neighbours, device, num_parities)
     return neighbours

@@ -5,6 +5,7 @@ AdamW decays a weight whose gradient is zero, but leaves a weight without a grad
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -75,14 +76,19 @@ class Reduction:
         gradient_of: returns the gradient of a weight, for gradients that are not in `.grad`.
         Raises RuntimeError if a weight is frozen on one stage and trained on another.
         """
-        sparse = set() if gradient_of else set(sparse_weights(self._module))
+        reads_grad = gradient_of is None
+        sparse: set[nn.Parameter] = set()
+        if gradient_of is None:
+            gradient_of = attrgetter("grad")
+            sparse.update(sparse_weights(self._module))
         for key, group, weights in ties(self._module):
-            grads = [gradient_of(weight) if gradient_of else weight.grad for weight in weights.values()]
+            grads = list(map(gradient_of, weights.values()))
             trained_anywhere = any_over_ranks([grad is not None for grad in grads], group)
             for (name, weight), grad, is_trained in zip(weights.items(), grads, trained_anywhere, strict=True):
                 if not is_trained:
                     continue
-                is_only_elsewhere = grad is None and gradient_of is not None  # it returns None outside of its optimizer
+                # `gradient_of` returns None for a weight that this stage's optimizer does not have.
+                is_only_elsewhere = grad is None and not reads_grad
                 refuse_untrained(weight, f"{key}.{name}", self._engine.stage_id, is_only_elsewhere)
                 if weight in sparse:
                     sum_sparse([weight], group)

@@ -11,6 +11,7 @@ s is virtual stage c x stages + s.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 
@@ -73,7 +74,8 @@ Plan = Sequence[Sequence[Instruction]]  # the instructions of every stage
 
 def num_chunks(plan: Plan) -> int:
     """Return the number of chunks that each stage of a plan has."""
-    return 1 + max((instruction.chunk for instructions in plan for instruction in instructions), default=0)
+    instructions = chain.from_iterable(plan)
+    return 1 + max((each.chunk for each in instructions), default=0)
 
 
 def make_plan(schedule: Schedule, stages: int, micros: int) -> Plan:
@@ -123,8 +125,9 @@ def forward_only(stage: int, stages: int, micros: int, chunks: int = 1) -> Itera
 def forward_order(stages: int, micros: int, chunks: int) -> list[tuple[int, int]]:
     """Return the (micro, chunk) pairs in the order of the forward passes, which is the same on every stage.
 
-    Micro-batches go through the chunks in groups of `stages` or slightly more. With a smaller group, the first stage
-    would wait for micro-batches from the last. For example, 5 of them on 2 stages form the groups (0, 1) and (2, 3, 4).
+    Micro-batches go through the chunks in groups of at least `stages` and fewer than twice as many. With a smaller
+    group, the first stage would wait for micro-batches from the last. For example, 5 of them on 2 stages form the
+    groups (0, 1) and (2, 3, 4).
     """
     order = []
     num_groups = max(micros // stages, 1)
@@ -188,7 +191,8 @@ def find_schedule(settings: Mapping[str, Any], chunks: int = 1) -> Schedule:
     if name not in names:
         raise ValueError(f"there is no pipeline schedule {name!r}; choose one of {', '.join(names)}")
     is_count = isinstance(extra_warmup, int) and extra_warmup >= 0
-    if not is_count or (extra_warmup and name != "1f1b"):
+    is_supported = is_count and (name == "1f1b" or extra_warmup == 0)
+    if not is_supported:
         raise ValueError(
             f"extra_warmup {extra_warmup!r} is not supported by the schedule {name}: "
             f"1f1b supports 0, 1, 2 ..., every other schedule only 0"
@@ -197,6 +201,8 @@ def find_schedule(settings: Mapping[str, Any], chunks: int = 1) -> Schedule:
         raise ValueError(f"a model with {chunks} chunks a stage needs the schedule interleaved, not {name}")
     if name == "1f1b":
         return partial(one_forward_one_backward, extra_warmup=extra_warmup)
+    if name in _CUSTOM:
+        return _CUSTOM[name]
     from . import other_schedules
 
     built_in: dict[str, Schedule] = {
@@ -204,4 +210,4 @@ def find_schedule(settings: Mapping[str, Any], chunks: int = 1) -> Schedule:
         "interleaved": partial(other_schedules.interleaved, chunks=chunks),
         "zb-h1": other_schedules.zero_bubble,
     }
-    return built_in.get(name) or _CUSTOM[name]
+    return built_in[name]

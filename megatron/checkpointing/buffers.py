@@ -76,8 +76,8 @@ class SavedBuffers:
         with StreamWriter(path, slots, checksum) as writer:
             for key, value in self.copies.items():
                 writer.add(key, value)
-        # Buffers get no gradients, so "learns" is empty.
-        return {"file": path.name, "sum": writer.checksum, "tensors": placements, "learns": set()}
+        # Buffers get no gradients, so "with_gradient" is empty.
+        return {"file": path.name, "sum": writer.checksum, "tensors": placements, "with_gradient": set()}
 
 
 def is_savable(buffer: Tensor) -> bool:

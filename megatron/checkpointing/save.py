@@ -107,14 +107,16 @@ class Saver:
         zero_state.wait_for_weights(self.engine)  # an optimizer may still gather them
         check_replicas(self.engine)
         final = self.folder / f"iter_{state.iteration:07d}"
-        with discard_on_failure(temporary_folder(final)):
-            # The folder into which this rank writes: a temporary one of all ranks, or one for uploads.
-            folder = temporary_folder(final)
+        temporary = temporary_folder(final)
+        # The end of this block is a collective, so no rank writes before rank 0 has made the folder.
+        with discard_on_failure(temporary):
             if self._uploads is not None:
-                folder = self._uploads.prepare(final)
-            elif is_rank_0():
-                remove(folder)
-                folder.mkdir(parents=True)
+                folder = self._uploads.prepare(final)  # a folder of this rank
+            else:
+                folder = temporary  # one folder for all ranks
+                if is_rank_0():
+                    remove(folder)
+                    folder.mkdir(parents=True)
 
         facts = gather_objects(collect_facts(self.engine))  # facts of all ranks
         optimizer = optimizer_entry(facts, self.engine)
@@ -235,17 +237,17 @@ def _merge_tensors(files: Sequence[Mapping[str, Any]]) -> JsonObject:
     that are not tied. For such a parameter, the result names the file of the stage on which it gets gradients.
     """
     tensors: JsonObject = {}
-    pieces: dict[str, dict[int, Any]] = {}  # key -> first row -> piece
+    pieces: dict[tuple[str, int], JsonObject] = {}  # (key, first row) -> piece
     for file in files:
         for key, placement in file["tensors"].items():
             begin = placement["begin"]
             name = key.split(".", 1)[1]
-            tensors.setdefault(key, {"shape": placement["shape"], "dim": placement["dim"]})
-            known_pieces = pieces.setdefault(key, {})
-            if begin not in known_pieces or name in file["learns"]:  # a stage with gradients replaces another one
-                known_pieces[begin] = {"file": file["file"], "begin": begin, "end": placement["end"]}
-    for key, known_pieces in pieces.items():
-        tensors[key]["pieces"] = list(known_pieces.values())
+            tensors.setdefault(key, {"shape": placement["shape"], "dim": placement["dim"], "pieces": []})
+            # A stage on which the parameter gets gradients replaces another one.
+            if (key, begin) not in pieces or name in file["with_gradient"]:
+                pieces[key, begin] = {"file": file["file"], "begin": begin, "end": placement["end"]}
+    for (key, _), piece in pieces.items():
+        tensors[key]["pieces"].append(piece)
     return tensors
 
 

@@ -1,7 +1,7 @@
 """One rank's share of a checkpoint: parameters with their moments, written as one file."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,33 +41,32 @@ class Part(NamedTuple):
 def local_parts(engine: Any, moments: list[str]) -> list[Part]:
     """Return all parameters of this rank and whether it writes them; replicas divide the work evenly by size."""
     mesh = mpu.get_mesh()
-    parameters = list(global_parameters(engine.module))
+    parameters = dict(global_parameters(engine.module))
     assigned = _assigned_names(parameters)
     is_last_stage = mesh.pipe.rank == mesh.pipe.size - 1
     parts = []
-    for name, parameter in parameters:
+    for name, parameter in parameters.items():
         _, begin, end = mpu.spec_of(parameter).rows
         has_rows = begin < end  # False if this shard is only vocabulary padding
-        # Of the model-parallel ranks and stages that hold the same values, is_unique_param() chooses one.
-        is_written_here = has_rows and name in assigned and mpu.is_unique_param(parameter, mesh.model.rank)
-        if name.startswith("loss_fn.") and not is_last_stage:  # all stages hold the loss, but only the last trains it
-            is_written_here = False
+        is_trained_here = is_last_stage or not name.startswith("loss_fn.")  # all stages hold the loss
+        is_unique = mpu.is_unique_param(parameter, mesh.model.rank)  # one of the ranks and stages with the same values
+        is_written_here = has_rows and is_trained_here and is_unique and name in assigned
         kinds = [WEIGHT, *zero_state.moments_of(engine, parameter, moments)]
-        parts.append(Part(name, parameter, kinds, is_written_here, _is_on_every_stage(engine.module, name)))
+        parts.append(Part(name, parameter, kinds, is_written_here, _is_outside_layers(engine.module, name)))
     return parts
 
 
-def _assigned_names(parameters: Iterable[tuple[str, nn.Parameter]]) -> set[str]:
+def _assigned_names(parameters: Mapping[str, nn.Parameter]) -> set[str]:
     """Return the names of the parameters that this data-parallel rank writes.
 
     From the largest to the smallest, each one goes to the rank with the least to write so far: sizes 5, 3, 2 and 1
     give 5 + 1 to rank 0 and 3 + 2 to rank 1.
     """
-    sizes = {name: math.prod(mpu.spec_of(parameter).local_shape) for name, parameter in parameters}
-    loads = dict[mpu.Axis, list[int]]()  # replicas of a parameter -> elements that each of these ranks writes
+    sizes = {name: math.prod(mpu.spec_of(parameter).local_shape) for name, parameter in parameters.items()}
+    loads: dict[mpu.Axis, list[int]] = {}  # replicas of a parameter -> elements that each of these ranks writes
     assigned = set()
-    for name, parameter in sorted(parameters, key=lambda item: -sizes[item[0]]):
-        axis = mpu.replicas_of(parameter)
+    for name in sorted(sizes, key=sizes.__getitem__, reverse=True):
+        axis = mpu.replicas_of(parameters[name])
         axis_loads = loads.setdefault(axis, [0] * axis.size)
         writer = axis_loads.index(min(axis_loads))
         axis_loads[writer] += sizes[name]
@@ -76,12 +75,13 @@ def _assigned_names(parameters: Iterable[tuple[str, nn.Parameter]]) -> set[str]:
     return assigned
 
 
-def _is_on_every_stage(model: Any, name: str) -> bool:
-    """Return whether the parameter `name` of a PipelineModule belongs to none of its layers.
+def _is_outside_layers(model: Any, name: str) -> bool:
+    """Return whether the parameter `name` of a PipelineModule belongs to a tied module or to the PipelineModule itself.
 
-    It then belongs to a tied module or to the PipelineModule itself, and several stages hold it.
+    Several stages hold such a parameter.
     """
-    if not is_pipeline(model) or hasattr(model, "named_layers"):  # models with `named_layers` name tied layers, too
+    # A model with `named_layers` has global names, in which a tied layer is a layer like any other.
+    if hasattr(model, "named_layers") or not is_pipeline(model):
         return False
     return name.split(".")[0] not in model.fwd_map  # its keys are the numbers of the layers that are not tied
 
@@ -118,7 +118,7 @@ def write_share(
     """Write this rank's file and return the file's report; None if this rank has nothing to write.
 
     The report has the file's name ("file"), its checksum ("sum"), and each tensor's full shape and stored rows
-    ("tensors"). "learns" has names of parameters that several stages hold: those that get a gradient on this stage.
+    ("tensors"). "with_gradient" has names of parameters that several stages hold and that get a gradient on this one.
     "frozen" has the names of the weights that are not trained.
     Raises OSError, and ValueError for a weight that is not finite.
     """
@@ -152,7 +152,13 @@ def write_share(
             pass
     frozen = [name for name, part in written_parts.items() if not part.parameter.requires_grad]
     tensors = {slot.name: place for slot, place in layout.items()}
-    return {"file": path.name, "sum": writer.checksum, "tensors": tensors, "learns": with_gradient, "frozen": frozen}
+    return {
+        "file": path.name,
+        "sum": writer.checksum,
+        "tensors": tensors,
+        "with_gradient": with_gradient,
+        "frozen": frozen,
+    }
 
 
 def _is_finite(x: Tensor) -> bool:

@@ -54,12 +54,16 @@ def set_lr(engine: Any, lr: float) -> None:
 
 
 def end_step(engine: Any, loss: Tensor, norm: Any, aux: Mapping[str, Tensor]) -> StepResult:
-    """Update the routers of experts and the average of the weights, and return the result of the step."""
-    spike = engine.spike_guard.spike if engine.spike_guard else None
-    skipped = spike is not None or zero_state.was_skipped(engine)
+    """Update the routers of experts and the average of the weights, and return the result of the step.
+
+    norm: gradient norm before clipping, as the engine reports it: a tensor, a float, or None if it was not measured.
+    """
+    guard = engine.spike_guard
+    spike = guard.spike if guard else None
+    skip_is_known = spike is not None or zero_state.was_skipped(engine)
     if spike:
-        norm = engine.spike_guard.norm  # the measured norm: for the optimizer, the guard replaced it by infinity
-    elif skipped:  # a gradient is not finite
+        norm = guard.norm  # the measured norm: for the optimizer, the guard replaced it by infinity
+    elif skip_is_known:  # a gradient is not finite
         norm = math.inf
     elif norm is None:
         norm = 0.0
@@ -68,7 +72,7 @@ def end_step(engine: Any, loss: Tensor, norm: Any, aux: Mapping[str, Tensor]) ->
         is_finite = norm.isfinite()
     else:
         is_finite = math.isfinite(norm)
-    applied = not skipped and is_finite  # may be a tensor, which the host need not read
+    applied = not skip_is_known and is_finite  # may be a tensor, which the host need not read
     # Only routers that balance the experts by biases have this buffer.
     if any(hasattr(module, "bias_steps") for module in engine.module.modules()):
         from ..model.router import update_routers
@@ -76,7 +80,7 @@ def end_step(engine: Any, loss: Tensor, norm: Any, aux: Mapping[str, Tensor]) ->
         update_routers(engine.module, applied)
     if engine.weight_average is not None:
         engine.weight_average.end_step(applied)
-    return StepResult(loss.detach(), norm, zero_state.loss_scale(engine), skipped, aux, spike)
+    return StepResult(loss.detach(), norm, zero_state.loss_scale(engine), skip_is_known, aux, spike)
 
 
 class PipeEngine:

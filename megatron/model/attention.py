@@ -25,7 +25,7 @@ def _init_heads(std: float, head_size: int, part_factors: Sequence[float], weigh
     """Draw normal values, and scale the rows of part i (query, key or value) of each head by part_factors[i]."""
     nn.init.normal_(weight, 0.0, std)
     # For example, the factors (2, 1, 1) with head_size 4 double rows 0 to 3 of every 12.
-    rows_by_part = weight.view(-1, len(part_factors), head_size, weight.shape[1])  # [heads, parts, rows, h]
+    rows_by_part = weight.view(-1, len(part_factors), head_size, weight.shape[1])  # [groups, parts, rows, h]
     rows_by_part.mul_(torch.tensor(part_factors).view(1, -1, 1, 1))
 
 
@@ -68,7 +68,9 @@ class Attention(nn.Module):
             init_method=mpu.normal(output_std),
         )
 
-    def _project(self, config: ModelConfig, *factors: float, heads: int, bias: bool) -> mpu.ColumnParallelLinear:
+    def _build_projection(
+        self, config: ModelConfig, *factors: float, heads: int, bias: bool
+    ) -> mpu.ColumnParallelLinear:
         """Build the projection h -> len(factors) x heads x d, with rows ordered by head, so each rank gets whole heads.
 
         factors: for each projected part (query, key or value), the factor of its initial weights.
@@ -87,13 +89,15 @@ class Attention(nn.Module):
         mask: see `AttentionArgs`. bias: [1, n/t, q, k], added to the scores, or None.
         """
         p = self.dropout if self.training else 0.0
-        compute: Callable[..., Tensor] = partial(self._compute, p=p)
+        compute: Callable[..., Tensor] = self._compute
         if p and query.device.type != "cpu":  # torch's kernel draws; on a CPU, ours draws from the stream
             compute = self._compute_with_dropout
+        inputs = query, key, value, mask, bias, p
         if self.recompute and self.training:
-            compute = partial(self._compute_with_checkpoint, compute)
-        context = compute(query, key, value, mask, bias)  # [b, n/t, q, d]
-        return context.permute(2, 0, 1, 3).flatten(2)
+            context = self._compute_with_checkpoint(compute, *inputs)
+        else:
+            context = compute(*inputs)
+        return context.permute(2, 0, 1, 3).flatten(2)  # [b, n/t, q, d] -> [q, b, n/t * d]
 
     def _compute(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, bias: Tensor | None, p: float) -> Tensor:
         call = self.make_call(query=query, key=key, value=value, mask=mask, bias=bias, p=p)
@@ -104,11 +108,10 @@ class Attention(nn.Module):
     def _compute_with_checkpoint(self, compute: Callable[..., Tensor], *inputs: Any) -> Tensor:
         return mpu.checkpoint(compute, *inputs, rng=self.rng)  # type: ignore[no-any-return]
 
-    def _compute_with_dropout(self, *inputs: Any) -> Tensor:
+    def _compute_with_dropout(self, query: Tensor, *inputs: Any) -> Tensor:
         """Compute attention by a kernel that draws dropout from torch's generator, which this layer's stream seeds."""
-        query, key, value, mask, bias = inputs
         with self.rng.fork(self.stream.name, query.device, self.stream.split):
-            return self._compute(query, key, value, mask, bias, self.dropout)
+            return self._compute(query, *inputs)
 
 
 class SelfAttention(Attention):
@@ -122,7 +125,8 @@ class SelfAttention(Attention):
         super().__init__(config, f"{name}.attention", output_std, causal)
         group_size = config.num_attention_heads // config.key_value_heads  # query heads per key-value head
         query_factors = [config.query_factor] * group_size
-        self.query_key_value = self._project(  # rows of a group: its queries, then a key and a value with factor 1
+        # Rows of a group: its queries, then a key and a value. Groups of 4 queries have 6 parts of `head_size` rows.
+        self.query_key_value = self._build_projection(
             config, *query_factors, 1.0, 1.0, heads=config.key_value_heads, bias=config.has_qkv_bias
         )
         width = config.width_factor

@@ -127,13 +127,14 @@ def select_sdpa_kernels(query: Tensor, mask: Tensor | None) -> AbstractContextMa
 
 def choose_kernel(call: AttentionArgs) -> Kernel:
     """Return the kernel of the call: torch's, unless documents, a bias, dropout or another part needs another."""
+    # Most calls need none of the special kernels, whose module is imported only if one may be needed.
     needs_special_kernel = isinstance(call.mask, Documents) or call.views or call.bias is not None
     needs_cpu_kernel = call.on_cpu and (call.p or call.query.dtype != torch.float32)  # some CPUs only emulate 16 bits
-    if not needs_special_kernel and not needs_cpu_kernel:
+    if not (needs_special_kernel or needs_cpu_kernel):
         return torch_sdpa
     from .special_kernels import KERNELS
 
-    return next(kernel for condition, kernel in KERNELS if condition(call))
+    return next(kernel for condition, kernel in KERNELS if condition(call))  # the last condition is always true
 
 
 def attend(call: AttentionArgs) -> Tensor:

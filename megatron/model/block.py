@@ -32,16 +32,20 @@ def build_norm(config: ModelConfig) -> nn.Module:
 
 
 def norm_of_size(config: ModelConfig, size: int, rms: bool, sequence: mpu.Axis) -> nn.Module:
-    """Build an RMSNorm or LayerNorm over `size` features. sequence: see `mpu.declare`."""
-    norm_class = apex_class(config.kernels, "normalization", "FusedRMSNorm" if rms else "FusedLayerNorm")
-    if rms and "rms-norm" in config.reference_ops:
-        norm_class = nn.RMSNorm
-    elif norm_class is None:  # apex is not used
-        if not rms:
-            return mpu.LayerNorm(size, eps=config.layernorm_epsilon)  # it declares its weights itself
-        from .rms_norm import RMSNorm
+    """Build an RMSNorm or LayerNorm over `size` features.
 
-        norm_class = RMSNorm
+    sequence: see `mpu.declare`. torch's LayerNorm always uses `mpu.sequence_axis()`.
+    """
+    norm_class = apex_class(config.kernels, "normalization", "FusedRMSNorm" if rms else "FusedLayerNorm")  # or None
+    if rms:
+        if "rms-norm" in config.reference_ops:
+            norm_class = nn.RMSNorm
+        elif norm_class is None:
+            from .rms_norm import RMSNorm
+
+            norm_class = RMSNorm
+    elif norm_class is None:
+        return mpu.LayerNorm(size, eps=config.layernorm_epsilon)  # it declares its weights itself
     norm = norm_class(size, eps=config.layernorm_epsilon)
     mpu.declare(norm.weight, mpu.ones, sequence=sequence)
     if not rms:
@@ -119,8 +123,10 @@ class ParallelMLP(nn.Module):
             return self.dense_4h_to_h(self.activation(inner))  # type: ignore[no-any-return]
         from .recompute import run_on_recomputed
 
-        # The lambda also gets the keyword `recipe`, how to recompute the activation, which this matmul does not need.
-        return run_on_recomputed(self.activation, lambda active, **_: self.dense_4h_to_h(active), inner)  # type: ignore[no-any-return]
+        def project(active: Tensor, **_: Any) -> Any:  # `recipe`, how to recompute `active`, is not needed
+            return self.dense_4h_to_h(active)
+
+        return run_on_recomputed(self.activation, project, inner)  # type: ignore[no-any-return]
 
 
 def build_mlp(config: ModelConfig, name: str, branches: int, decoder: bool) -> nn.Module:
@@ -192,11 +198,11 @@ class TransformerLayer(nn.Module):
         """Run the layer: [s, b, h] -> [s, b, h] (s/t with sequence parallelism).
 
         mask, bias, angles: see `SelfAttention`. encoded: for a T5's cross-attention. routing: for a layer with experts.
-        The sublayers below get the normalised hidden states x, and with --recompute-modules also how to recompute x, as
-        the keyword `recipe`, which only layers built for it accept.
         """
         cache = caches.self_attention if caches else None
 
+        # x: the normalised hidden states. With --recompute-modules, the keyword `recipe` says how to recompute x in the
+        # backward pass; only layers that are built for it accept it.
         def attend(x: Tensor, **recipe: Any) -> Any:
             return self.attention(x, mask, bias, cache, angles, **recipe)
 

@@ -21,9 +21,9 @@ Logits = Union[Tensor, "mpu.DeferredLogits"]
 Targets = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Mapping[str, Tensor]]
 
 
-def split_router_loss(logits: Any) -> tuple[Logits, Tensor | None]:
+def split_router_loss(outputs: Any) -> tuple[Logits, Tensor | None]:
     """Separate what a model returns: its logits [s, b, v/t], and in training the loss [n] of its routers, if any."""
-    return logits if isinstance(logits, tuple) else (logits, None)
+    return outputs if isinstance(outputs, tuple) else (outputs, None)
 
 
 def targets_of(labels: Tensor, loss_mask: Tensor, extra: Mapping[str, Tensor] | None = None) -> Targets:
@@ -31,16 +31,21 @@ def targets_of(labels: Tensor, loss_mask: Tensor, extra: Mapping[str, Tensor] | 
     return (labels, loss_mask, extra) if extra else (labels, loss_mask)
 
 
+def extra_targets(targets: Targets) -> Mapping[str, Tensor]:
+    """Return the dict of further tensors of `Targets`, empty if there is none."""
+    return targets[2] if len(targets) > 2 else {}
+
+
 def count_targets(targets: Targets) -> Tensor:
     """Return the number of targets of a micro-batch, a scalar in fp64, exact for any batch.
 
     If the targets contain numbers of text tokens [n], return a vector [1 + n] of the number of targets and these.
     """
-    _, loss_mask, *extra_dicts = targets  # no or one dict
-    num_targets = loss_mask.sum(dtype=torch.float64)
-    if not extra_dicts or "text" not in extra_dicts[0]:
+    num_targets = targets[1].sum(dtype=torch.float64)  # of the loss mask
+    extra = extra_targets(targets)
+    if "text" not in extra:
         return num_targets
-    return torch.cat([num_targets.view(1), extra_dicts[0]["text"]])
+    return torch.cat([num_targets.view(1), extra["text"]])
 
 
 class TokenLoss:
@@ -110,7 +115,7 @@ class TokenLoss:
         loss has a gradient but is not shown in the sum.
         targets: (labels [b, s], loss mask [b, s]), perhaps with a dict, see `Targets`.
         """
-        labels, loss_mask, *extra_dicts = targets  # no or one dict
+        labels, loss_mask = targets[:2]
         logits, router_loss = split_router_loss(logits)
         total, losses = self._sum_losses(logits, labels, loss_mask)
         if router_loss is not None:
@@ -119,10 +124,11 @@ class TokenLoss:
             router_loss = scale_router_loss(router_loss, count_targets(targets), self.mean_targets)
             total = total + (router_loss - router_loss.detach())  # adds a gradient, but no value
             self.aux = self.aux | {"router_loss": router_loss.detach()}
-        if extra_dicts and "corpora" in extra_dicts[0]:
+        extra = extra_targets(targets)
+        if "corpora" in extra:
             from .extra_losses import sum_by_corpus
 
-            self.aux = self.aux | sum_by_corpus(losses.detach(), loss_mask, extra_dicts[0]["corpora"])
+            self.aux = self.aux | sum_by_corpus(losses.detach(), loss_mask, extra["corpora"])
         return total
 
     def _sum_losses(self, logits: Logits, labels: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -79,15 +79,14 @@ class LayerStackPipe(LayerRunner, PipelineModule):
 
 def _layer_spec(layer: Layer, tied_weights: dict[str, str], seed: int) -> LayerSpec:
     """Return DeepSpeed's spec of a layer; its `build` seeds the initial values by `seed` and the layer's name."""
-    spec = LayerSpec(layer.cls, *layer.args)
-    if layer.tied or layer.call:  # DeepSpeed accepts a `forward_fn` only for tied layers
-        key = layer.name.replace(".", "_")  # of this layer only; torch's names of modules contain no dots
-        weight: Any = []  # no shared weight
-        if layer.tied:
-            key = layer.tied
-            weight = tied_weights[key]
+    if not (layer.tied or layer.call):
+        spec = LayerSpec(layer.cls, *layer.args)
+    else:
+        # DeepSpeed accepts a `forward_fn` only for tied layers, so a layer that is not tied gets a tie of its own.
+        key = layer.tied or layer.name.replace(".", "_")  # torch's names of modules contain no dots
+        weight: Any = tied_weights[layer.tied] if layer.tied else []
         spec = TiedLayerSpec(key, layer.cls, *layer.args, forward_fn=layer.call, tied_weight_attr=weight)
-    spec.build = lambda log=False: layer.build(seed)
+    spec.build = lambda log=False: layer.build(seed)  # `log` is DeepSpeed's argument
     return spec
 
 

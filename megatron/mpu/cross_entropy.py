@@ -138,17 +138,19 @@ def compute_losses(
     """
     local_ids, is_local, real_rows = localize_targets(logits, target, vocab_size, axis)
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    share = max_logit = log_sum = torch.ones_like(target, dtype=dtype)  # unless a branch below sets them
-    ids_or_minus_1 = torch.where(is_local, local_ids, -1)
+    share = torch.ones_like(target, dtype=dtype)  # one rank has the whole mass, and the fused functions need no share
+    max_logit = share  # only the fused functions replace and read these two
+    log_sum = share
+    own_rows = torch.where(is_local, local_ids, -1)  # -1 for targets of other ranks
     if uses_fused_loss(logits):
         from .fused_cross_entropy import fused_losses
 
-        loss, max_logit, log_sum = fused_losses(logits, real_rows, ids_or_minus_1, axis)
+        loss, max_logit, log_sum = fused_losses(logits, real_rows, own_rows, axis)
         log_z = max_logit + log_sum
     elif axis.size == 1:
         loss, log_z = _losses_on_one_rank(logits[:, :real_rows], local_ids, dtype)
     else:
-        share, loss, log_z = _losses_over_ranks(logits, real_rows, ids_or_minus_1, axis)
+        share, loss, log_z = _losses_over_ranks(logits, real_rows, own_rows, axis)
     # The logit of a target outside the vocabulary counts as 0, so that its loss is the same in every layout.
     loss = torch.where((target >= 0) & (target < vocab_size), loss, log_z)
     if z_loss:
@@ -164,9 +166,13 @@ def logits_gradient(logits: Tensor, state: LossState, grad: Tensor, overwrite: b
     """
     real_rows = state.real_rows
     is_fused = uses_fused_loss(logits)
-    make_result = torch.clone if is_fused else torch.empty_like  # the fused function reads the logits in the result
-    result = logits if overwrite else make_result(logits, memory_format=torch.contiguous_format)
-    result[:, real_rows:] = 0.0
+    if overwrite:
+        result = logits
+    elif is_fused:
+        result = logits.clone(memory_format=torch.contiguous_format)  # the fused function reads the logits in it
+    else:
+        result = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    result[:, real_rows:] = 0.0  # padding
     if not real_rows:
         return result
     if is_fused:
@@ -177,16 +183,18 @@ def logits_gradient(logits: Tensor, state: LossState, grad: Tensor, overwrite: b
     writes_directly = result.dtype == grad.dtype and not overwrite
     for chunk in token_chunks(logits):
         # The gradient of a logit is grad * share * softmax over this rank's logits, minus grad if it is the target's.
+        token_grad = grad[chunk]
+        share = state.share[chunk]
         softmax_out = result[chunk, :real_rows] if writes_directly else None
         chunk_grad = torch.softmax(logits[chunk, :real_rows], dim=-1, dtype=grad.dtype, out=softmax_out)
-        chunk_grad *= (grad[chunk] * state.share[chunk]).unsqueeze(-1)
+        chunk_grad *= (token_grad * share).unsqueeze(-1)
         # Rows without a share may be NaN, see `_losses_over_ranks`. With a mask, torch reads all logits; with indices,
         # only these rows. But on an accelerator, the host would have to wait for the indices.
-        no_share = state.share[chunk] == 0.0
+        no_share = share == 0.0
         if no_share.is_cpu:
             no_share = no_share.nonzero().squeeze(-1)
         chunk_grad[no_share] = 0.0
-        target_grad = -(state.is_local[chunk] * grad[chunk])
+        target_grad = -(state.is_local[chunk] * token_grad)
         chunk_grad.scatter_add_(-1, state.target[chunk].unsqueeze(-1), target_grad.unsqueeze(-1))
         if not writes_directly:
             result[chunk, :real_rows] = chunk_grad

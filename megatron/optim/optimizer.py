@@ -35,9 +35,9 @@ def group_keys(
     module: nn.Module,
     config: OptimConfig,
     undecayed_matrices: Collection[nn.Parameter] = (),
-    rules: Mapping[nn.Parameter, ParamRule] | None = None,
-    factors: Mapping[nn.Parameter, float] | None = None,
-    lags: Mapping[nn.Parameter, int] | None = None,
+    rules: Mapping[nn.Parameter, ParamRule] = {},
+    factors: Mapping[nn.Parameter, float] = {},
+    lags: Mapping[nn.Parameter, int] = {},
 ) -> dict[nn.Parameter, GroupKey]:
     """Return the parameter group of each trained weight of `module`.
 
@@ -47,9 +47,6 @@ def group_keys(
     weights shrink by the learning rate times the weight decay in each step. lags: see `GroupKey`; 0 by default.
     """
     undecayed_matrices = set(undecayed_matrices)
-    rules = rules or {}
-    factors = factors or {}
-    lags = lags or {}
     keys = {}
     for p in module.parameters():
         if not p.requires_grad:

@@ -15,7 +15,7 @@ from ..config.defaults import DEFAULTS
 from ..data.corpus_paths import prefixes_of
 from ..data.gpt2_dataset import build_train_valid_test_datasets
 from ..model.gpt2 import GPT2Model
-from ..model.loss import Targets, targets_of
+from ..model.loss import Targets, extra_targets, targets_of
 from ..tokenizer import Tokenizer
 from ..training.task import Batch, Datasets, Task
 from ..utils import get_ltor_documents_and_position_ids
@@ -48,9 +48,8 @@ class LanguageTask(Task):
 
     def loss(self, model: Any, batch: tuple[Any, Any]) -> Tensor:
         """Return the loss summed over the targets of a micro-batch, a scalar. The model is one without a pipeline."""
-        inputs, (labels, loss_mask, *extra_dicts) = batch  # `Targets` may have a third entry, a dict
-        extra_targets = extra_dicts[0] if extra_dicts else {}
-        total: Tensor = model(*inputs, labels=labels, loss_mask=loss_mask, **extra_targets)
+        inputs, targets = batch
+        total: Tensor = model(*inputs, labels=targets[0], loss_mask=targets[1], **extra_targets(targets))
         return total
 
 
@@ -115,12 +114,11 @@ class GPT2(LanguageTask):
             assert tokenizer is not None, "batches of GPT-2 need the tokenizer's end-of-document id"
             inputs, targets = self._lm_batch(data, config, tokenizer)
         tokens, positions, document_ids = inputs
-        labels, loss_mask, *extra_dicts = targets  # `Targets` may have a third entry, a dict
         context = mpu.context_axis()
         tokens = mpu.shard_sequence(tokens, 1, context)
-        labels = mpu.shard_sequence(labels, 1, context)
-        loss_mask = mpu.shard_sequence(loss_mask, 1, context)
-        return (tokens, positions, document_ids), targets_of(labels, loss_mask, *extra_dicts)
+        labels = mpu.shard_sequence(targets[0], 1, context)
+        loss_mask = mpu.shard_sequence(targets[1], 1, context)
+        return (tokens, positions, document_ids), targets_of(labels, loss_mask, extra_targets(targets))
 
     def _lm_batch(self, data: Batch | None, config: Config, tokenizer: Tokenizer) -> tuple[tuple[Tensor, ...], Targets]:
         """Return the result of `batch` for windows of the corpus, for the whole sequence on every rank."""
@@ -130,7 +128,7 @@ class GPT2(LanguageTask):
         sizes = {"text": (b, s + 1)}
         if config.objective == "prefix-lm":
             sizes["prefixes"] = (b, s)
-        tensors, extra_targets = broadcast_batch(data, list(sizes), config, sizes)
+        tensors, extra = broadcast_batch(data, list(sizes), config, sizes)
         text = tensors["text"]
         tokens = text[:, :-1].contiguous()  # each token but the last; its label is the next token
         labels = text[:, 1:].contiguous()
@@ -141,4 +139,4 @@ class GPT2(LanguageTask):
             from .prefix import mark_prefixes
 
             document_ids, loss_mask = mark_prefixes(tensors["prefixes"], document_ids, loss_mask)
-        return (tokens, position_ids, document_ids), targets_of(labels, loss_mask, extra_targets)
+        return (tokens, position_ids, document_ids), targets_of(labels, loss_mask, extra)

@@ -38,11 +38,11 @@ def batch(data: Batch | None, config: Config) -> tuple[tuple[Tensor, ...], Targe
     --reset-position-ids and --reset-attention-mask have no effect here: records are always separate documents.
     """
     shape = config.train.batch_size, config.data.seq_length
-    tensors, extra_targets = broadcast_batch(data, KEYS, config, dict.fromkeys(KEYS, shape))
+    tensors, extra = broadcast_batch(data, KEYS, config, dict.fromkeys(KEYS, shape))
     tokens = tensors["tokens"]
     document_ids = tensors["document_ids"]
     inputs = (tokens, positions_in_documents(document_ids), document_ids.int())
     if config.model.num_experts is not None:
-        extra_targets["text"] = count_text_tokens(tokens, document_ids, mpu.context_axis())
+        extra["text"] = count_text_tokens(tokens, document_ids, mpu.context_axis())
     loss_mask = tensors["loss_mask"].float()
-    return inputs, targets_of(tensors["labels"], loss_mask, extra_targets)
+    return inputs, targets_of(tensors["labels"], loss_mask, extra)

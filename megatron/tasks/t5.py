@@ -134,7 +134,7 @@ class T5(LanguageTask):
         t5_tokenizer = cast(SentinelTokenizer, tokenizer)
         if data is not None and not config.data.reset_attention_mask:
             data = _drop_needless_ids(data)
-        batch, extra_targets = broadcast_batch(data, KEYS, config)
+        batch, extra = broadcast_batch(data, KEYS, config)
         # `_drop_needless_ids` empties the ids of a batch without padding; restore them if this method appends some.
         if not batch["encoder_document_ids"].numel() and _needs_document_ids(batch, config):
             for side in ("encoder", "decoder"):
@@ -154,5 +154,5 @@ class T5(LanguageTask):
             context_axis = mpu.context_axis()
             in_encoder = count_text_tokens(encoder, encoder_ids, context_axis)
             in_decoder = count_text_tokens(decoder, decoder_ids, context_axis)
-            extra_targets["text"] = torch.cat([in_encoder, in_decoder])
-        return inputs, targets_of(labels, loss_mask, extra_targets)
+            extra["text"] = torch.cat([in_encoder, in_decoder])
+        return inputs, targets_of(labels, loss_mask, extra)
