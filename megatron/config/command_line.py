@@ -6,7 +6,6 @@ Precedence: defaults < `--config FILE` < flags. If a flag is given several times
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from .. import presets
@@ -56,11 +55,10 @@ def parse(
 
     # Build the configuration. Deferred flags may complete a valid combination of settings, so it is checked after them.
     try:
-        change = partial(with_values, checked=False)
-        config = change(Config(), values)
+        config = with_values_unchecked(Config(), values)
         ranks = values.get("dry_run") or ranks or config.parallel.fewest_ranks
-        config = cli.apply_deferred(config, ranks, change)
-        config = replace(config)  # the copy checks the combination of all settings
+        config = cli.apply_deferred(config, ranks, with_values_unchecked)
+        config = replace(config)  # checks the combination of all settings
         config = config.with_batches(ranks)
         cli.problems += _command_line_problems(config, defaults.get("family"))
     except ConfigError as error:
@@ -112,21 +110,22 @@ def _command_line_problems(config: Config, script_family: str | None) -> list[st
     return [*problems, *location_problems(config)]
 
 
-def with_values(config: Config, values: Mapping[str, Any], checked: bool = True) -> Config:
-    """Return a copy of `config` with the given values; `values` maps names of settings, without section, to values.
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """Return a copy of `config` with the given values, with all checks. Raises ConfigError.
 
-    checked: check combinations of settings of several sections, and raise ConfigError.
+    values: name of a setting, without section -> value.
     """
+    return replace(with_values_unchecked(config, values))  # replace() checks the combination of all settings
+
+
+def with_values_unchecked(config: Config, values: Mapping[str, Any]) -> Config:
+    """Return a copy of `config` with the given values; only each changed section is checked for itself."""
     values_of_section: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         values_of_section.setdefault(HOME[name], {})[name] = value
-    new_sections = {}
-    for section, new_values in values_of_section.items():
-        new_sections[section] = replace(getattr(config, section), **new_values)
-    if checked:
-        return replace(config, **new_sections)
     result = copy(config)
-    vars(result).update(new_sections)  # Config is frozen, and replace() would check combinations
+    for section, new_values in values_of_section.items():
+        vars(result)[section] = replace(getattr(config, section), **new_values)  # Config is frozen
     return result
 
 

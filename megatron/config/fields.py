@@ -12,6 +12,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from ..json_text import brief
 
+Check = Callable[[Any], str | None]  # returns an error text for an invalid value, else None
+
 
 class ConfigError(ValueError):
     """Invalid settings of a run; the message says what to change."""
@@ -22,17 +24,17 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def at_least(low: float) -> Callable[[Any], str | None]:
+def at_least(low: float) -> Check:
     """Return a check that gives an error text for values below `low`, else None."""
     return lambda value: None if value >= low else f"must be at least {low:g}"
 
 
-def more_than(low: float) -> Callable[[Any], str | None]:
+def more_than(low: float) -> Check:
     """Return a check that gives an error text for values not above `low`, else None."""
     return lambda value: None if value > low else f"must be more than {low:g}"
 
 
-def between(low: float, high: float) -> Callable[[Any], str | None]:
+def between(low: float, high: float) -> Check:
     """Return a check that gives an error text for values outside `low` to `high`, else None."""
     return lambda value: None if low <= value <= high else f"must lie between {low:g} and {high:g}"
 
@@ -55,7 +57,7 @@ def one_of(*choices: Any) -> OneOf:
 def opt(
     default: Any,
     help: str,
-    check: Callable[[Any], str | None] | None = None,
+    check: Check | None = None,
     family: tuple[str, ...] | None = None,
     mutable: bool = False,
 ) -> Any:
@@ -82,6 +84,23 @@ def problems_where(*cases: tuple[Any, str]) -> Iterator[str]:
             yield problem
 
 
+def _value_problem(value: Any, types: tuple[type, ...], check: Check | None) -> str | None:
+    """Return what is wrong with a value, as the rest of a sentence that begins with its flag; None if it is valid."""
+    if type(value) not in types:
+        declared = " or ".join(kind.__name__ for kind in types if kind is not type(None))
+        return f"must be {declared}, got {brief(repr(value))}"
+    if type(value) is int and abs(value) >= 2**64:
+        return f"{brief(value)} must be less than 2**64"
+    if type(value) is float and not math.isfinite(value):
+        return f"{value} must be a finite number"
+    problem = check(value) if check else None
+    if not problem:
+        return None
+    words = " ".join(value) if isinstance(value, tuple) else value
+    or_none = ", or none" if type(None) in types else ""
+    return f"{brief(words)} {problem}{or_none}"
+
+
 class Section:
     """Base class of the sections of settings; checks the types and values of their fields."""
 
@@ -90,23 +109,12 @@ class Section:
         for f in fields(self):  # type: ignore[arg-type]
             types = types_of(type(self), f.name)
             value = _to_declared_type(getattr(self, f.name), types)
-            is_optional = type(None) in types
-            if value is None and is_optional:
+            if value is None and type(None) in types:
                 continue
             object.__setattr__(self, f.name, value)  # the dataclass is frozen
-            if type(value) not in types:
-                declared = " or ".join(kind.__name__ for kind in types if kind is not type(None))
-                raise ConfigError(f"{flag(f.name)} must be {declared}, got {brief(repr(value))}")
-            if type(value) is int and abs(value) >= 2**64:
-                raise ConfigError(f"{flag(f.name)} {brief(value)} must be less than 2**64")
-            if type(value) is float and not math.isfinite(value):
-                raise ConfigError(f"{flag(f.name)} {value} must be a finite number")
-            check = f.metadata["check"]
-            problem = check(value) if check else None
+            problem = _value_problem(value, types, f.metadata["check"])
             if problem:
-                typed = " ".join(value) if isinstance(value, tuple) else value
-                or_none = ", or none" if is_optional else ""
-                raise ConfigError(f"{flag(f.name)} {brief(typed)} {problem}{or_none}")
+                raise ConfigError(f"{flag(f.name)} {problem}")
         raise_first_problem(self._problems())
 
     def _problems(self) -> Iterator[str]:

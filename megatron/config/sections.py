@@ -21,7 +21,8 @@ from .train import TrainConfig
 
 S = TypeVar("S", bound=FeatureSettings)
 
-if not TYPE_CHECKING:  # add the settings of the features to the sections
+# A feature declares its settings in its own file. mypy sees the plain classes, so code reads them by `Config.of`.
+if not TYPE_CHECKING:
     ModelConfig = with_features("model", ModelConfig)
     ParallelConfig = with_features("parallel", ParallelConfig)
     DataConfig = with_features("data", DataConfig)

@@ -11,11 +11,13 @@ from .corpus_paths import CorpusUse, Paths, corpus_uses, prefixes_of
 from .indexed_dataset import DatasetError
 from .splits import PARTS, parse_split, split_documents
 
-Make = Callable[[range, str], Any]  # dataset factory: (documents, "train", "valid" or "test") -> dataset
-Open = Callable[[str], tuple[int, Make]]  # prefix of a corpus -> (number of documents, dataset factory)
+# (documents, "train", "valid" or "test") -> dataset
+DatasetFactory = Callable[[range, str], Any]
+# prefix of a corpus -> (number of documents, dataset factory)
+CorpusOpener = Callable[[str], tuple[int, DatasetFactory]]
 
 
-def build_datasets(open_corpus: Open, paths: Paths, split: str) -> tuple[tuple[Any, Any, Any], list[str]]:
+def build_datasets(open_corpus: CorpusOpener, paths: Paths, split: str) -> tuple[tuple[Any, Any, Any], list[str]]:
     """Return ((training, validation, test) datasets, notes on empty datasets); an empty dataset is None.
 
     Validation and test may have several named data sets (see `parse_named_sets`), which are returned as a dict. If
@@ -32,14 +34,15 @@ def build_datasets(open_corpus: Open, paths: Paths, split: str) -> tuple[tuple[A
     sets_of_part: dict[str, NamedSets] = {part: {} for part in PARTS}
     notes = list[str]()
     for use in corpus_uses(paths):
-        total, make = open_corpus(use.prefix)
+        total, make_dataset = open_corpus(use.prefix)
         for part, documents in _documents_of(use, split_fractions, total).items():
             description = f"the {part} part of {use.prefix} ({len(documents)} of {total} documents)"
             try:
-                dataset = make(documents, part)
-            except DatasetError:  # the corpus is damaged; DatasetError is a ValueError, too
-                raise
-            except ValueError as error:  # the documents do not fill a sample
+                dataset = make_dataset(documents, part)
+            except ValueError as error:
+                if isinstance(error, DatasetError):  # the corpus is damaged
+                    raise
+                # The documents do not fill a sample.
                 if part == "train":
                     raise DatasetError(f"{description}: {error}") from None
                 notes.append(f"{description} is empty: {error}")

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .corpora import Make, build_datasets
+from .corpora import DatasetFactory, build_datasets
 from .corpus_paths import TRIPLE_PARTS, Paths, prefixes_of
 from .indexed_dataset import DatasetError, IndexedDataset
 from .sample_order import SampleOrder
@@ -138,7 +138,7 @@ def build_train_valid_test_datasets(
             f"set --dec-seq-length"
         )
 
-    def open_triple(prefix: str) -> tuple[int, Make]:
+    def open_triple(prefix: str) -> tuple[int, DatasetFactory]:
         make = lambda documents, part: CPMTripleDataset(  # noqa: E731
             prefix, documents, enc_seq_length, dec_seq_length, specials, text_vocab_size, seed, part
         )

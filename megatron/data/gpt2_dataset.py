@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .corpora import Make, build_datasets
+from .corpora import DatasetFactory, build_datasets
 from .corpus_dataset import CorpusDataset
 from .corpus_paths import Paths
 from .index_check import open_corpus
@@ -78,7 +78,7 @@ def build_train_valid_test_datasets(
     do not fill a sample.
     """
 
-    def open_pair(prefix: str) -> tuple[int, Make]:
+    def open_pair(prefix: str) -> tuple[int, DatasetFactory]:
         """Return the number of documents of a corpus, and a function that makes a dataset of some of them."""
         indexed = open_corpus(prefix, vocab_size)
 

@@ -77,7 +77,7 @@ class IndexedDataset:
                 raise DatasetError(f"there is no {path}; tools/preprocess_data.py writes the .bin and .idx of a corpus")
         token_file = to_path(f"{prefix}.bin")
         self._map_index()
-        if prefix not in known_checks:
+        if prefix not in known_checks:  # the dict of `reuse_checks`, which sends the result to the other ranks
             known_checks[prefix] = self._check_index(token_file)
         self._one_sequence_each = known_checks[prefix]
         if isinstance(token_file, RemotePath):
@@ -91,16 +91,16 @@ class IndexedDataset:
     def _map_index(self) -> None:
         """Map the .idx file and its three arrays. Raises DatasetError if its size contradicts its header."""
         path = f"{self.prefix}.idx"
-        self._index = path
-        index = to_path(path)
-        if isinstance(index, RemotePath):
+        self._local_index = path  # on this machine
+        index_file = to_path(path)
+        if isinstance(index_file, RemotePath):
             from .remote_tokens import local_copy
 
-            self._index = os.fspath(local_copy(index))  # on this machine
-        size = os.path.getsize(self._index)
+            self._local_index = os.fspath(local_copy(index_file))
+        size = os.path.getsize(self._local_index)
         if size < HEADER.size:
             raise DatasetError(f"{path} is truncated: it has {size} bytes, fewer than its header of {HEADER.size}")
-        mapped = np.memmap(self._index, mode="r", dtype=np.uint8)
+        mapped = np.memmap(self._local_index, mode="r", dtype=np.uint8)
         magic, version, code, sequences, documents = HEADER.unpack(mapped[: HEADER.size].tobytes())
         if magic != MAGIC or version != VERSION or code not in DTYPES:
             raise DatasetError(f"{path} is not an integer index in Megatron's MMIDIDX format, version 1")
@@ -116,7 +116,7 @@ class IndexedDataset:
         self.pointers: NDArray[np.int64] = np.frombuffer(mapped, np.int64, sequences, offset)
         offset += self.pointers.nbytes
         self.document_index: NDArray[np.int64] = np.frombuffer(mapped, np.int64, documents, offset)
-        if self._index == path:  # not a copy of an index in object storage
+        if self._local_index == path:  # not a copy of an index in object storage
             self._maps.append((path, mapped.base, size))  # for check_not_shrunk
 
     def _map_tokens(self) -> None:
@@ -152,7 +152,7 @@ class IndexedDataset:
         from .index_check import check_order, check_sizes
 
         check_sizes(self, token_file)
-        return check_order(self, self._index)
+        return check_order(self, self._local_index)
 
     def __getstate__(self) -> tuple[str, bool, Stamp | None, list[os.stat_result]]:
         return self.prefix, self._one_sequence_each, self._stamp, self._versions
@@ -211,7 +211,8 @@ class IndexedDataset:
         """
         if self._one_sequence_each:
             return self.sizes[documents.start : documents.stop]
-        # Documents of sequences 5 6 and 7 have the bounds 5 7 8. With 3, 4 and 2 tokens, ends 0 3 7 9 give sizes 7 2.
+        # Document 0 has sequences 5 and 6, document 1 sequence 7: bounds 5 7 8. These sequences have 3, 4 and 2 tokens:
+        # ends 0 3 7 9, of which entries 0, 2 and 3 (bounds minus 5) are 0 7 9, so the sizes are 7 and 2.
         bounds = self.document_index[documents.start : documents.stop + 1]
         sequences = self.sizes[bounds[0] : bounds[-1]]
         ends = np.concatenate([[0], np.cumsum(sequences, dtype=np.int64)])

@@ -59,7 +59,7 @@ class SampleOrder:
         self.seed = [seed, *stream.encode()]  # numpy seeds a generator with a list of integers
         document_sizes = sizes()
         self.documents = len(document_sizes)
-        num_tokens = self._count_tokens(document_sizes)
+        num_tokens = self._count_and_hash(document_sizes)
         # With length 4 and overlap 1, 10 tokens give (10 - 1) // 4 = 2 samples: tokens 0 to 4 and 4 to 8.
         self.per_epoch = max((num_tokens - overlap) // length, 0)
         if not self.per_epoch:
@@ -73,8 +73,11 @@ class SampleOrder:
         """Return the state to pickle for worker processes; it omits the cached epochs, which workers recompute."""
         return {**self.__dict__, "_epochs": OrderedDict()}
 
-    def _count_tokens(self, sizes: Numbers) -> int:
-        """Return the number of tokens of all documents, and keep a hash of all lengths for the names of order files."""
+    def _count_and_hash(self, sizes: Numbers) -> int:
+        """Return the number of tokens of all documents; set `_sizes_digest`, a hash of their lengths for order files.
+
+        One pass does both, because the lengths of a billion documents are read from disk.
+        """
         tokens = 0
         digest = hashlib.blake2b(digest_size=16)
         for piece in slices_of(len(sizes)):
@@ -86,6 +89,11 @@ class SampleOrder:
         self._sizes_digest = digest.hexdigest()
         return tokens
 
+    @property
+    def is_small(self) -> bool:
+        """Whether the order of an epoch is kept in memory, not in a file."""
+        return self.documents + self.per_epoch <= SMALL_EPOCH
+
     def epoch(self, number: int) -> Epoch:
         """Return the order of epoch `number`, computed on first use."""
         if number not in self._epochs:
@@ -95,17 +103,19 @@ class SampleOrder:
 
     def _build_epoch(self, number: int) -> Epoch:
         """Compute the order of epoch `number`, or map the file in which it is stored."""
-        is_small = self.documents + self.per_epoch <= SMALL_EPOCH
-        max_epochs = 2 if is_small else 1  # number of epochs in memory, with the new one
-        # Free the memory of the least recently used epoch before the new epoch is allocated.
-        while len(self._epochs) >= max_epochs:
-            self._epochs.popitem(last=False)
-        if is_small or not self._folder:
-            return self._build_in_memory(number)
-        from .order_file import map_epoch
+        # A micro-batch may cross the end of an epoch, so two small orders are kept, but one large one.
+        max_epochs = 2 if self.is_small else 1
+        while len(self._epochs) >= max_epochs:  # before the new order is allocated
+            self._epochs.popitem(last=False)  # the least recently used
+        arrays = None
+        if self._folder and not self.is_small:
+            from .order_file import map_epoch
 
-        arrays = map_epoch(self, number, self._folder)
-        return Epoch(**arrays) if arrays else self._build_in_memory(number)
+            arrays = map_epoch(self, number, self._folder)
+        if arrays is None:  # no file is needed, or none can be written
+            arrays = {name: np.empty(count, dtype) for name, (count, dtype) in self._array_specs().items()}
+            self._fill_arrays(number, arrays)
+        return Epoch(**arrays)
 
     def release_pages(self) -> None:
         """Release the resident pages of the epochs' orders in this process, if they are memory-mapped."""
@@ -113,15 +123,11 @@ class SampleOrder:
             for array in epoch:
                 release_pages(array)
 
-    def _build_in_memory(self, number: int) -> Epoch:
-        arrays = {name: np.empty(count, dtype) for name, (count, dtype) in self._array_specs().items()}
-        self._fill_arrays(number, arrays)
-        return Epoch(**arrays)
-
     def _array_specs(self) -> Arrays:
         """Return length and dtype of the arrays of an epoch; dtype is int32 where it suffices, else int64."""
         order_dtype = np.int32 if self.documents < 2**31 else np.int64
         samples_dtype = np.int32 if self.per_epoch < 2**31 else np.int64
+        # In the order of an order file, which `map_epoch` maps: with another order, existing files would be misread.
         return {
             "ends": (self.documents, np.int64),
             "order": (self.documents, order_dtype),
@@ -218,10 +224,10 @@ class Windows:
         self._indexed = indexed
         self._first_document = documents.start
         limits = np.iinfo(indexed.dtype)
+        self._is_signed = limits.min < 0  # then a damaged corpus may have negative ids
         # uint16 tokens need no check against a vocabulary of 65,536 tokens or more.
-        self._checks_ids = vocab_size is not None and vocab_size <= limits.max
+        self._checks_ids = vocab_size is not None and (self._is_signed or vocab_size <= limits.max)
         self._vocab_size = vocab_size or 0
-        self._is_signed = limits.min < 0
         self._documents_read = 0  # documents read since the last release of pages
         sizes = partial(indexed.document_sizes, documents)
         self.order = SampleOrder(sizes, length, seed, stream, overlap, folder=indexed.orders_folder)
@@ -251,11 +257,11 @@ class Windows:
     def _release_mapped(self) -> None:
         """Release what reading has mapped: reading one place of a large file keeps 64 kB or more of it in memory."""
         self._indexed.refresh()  # the files of a corpus in object storage
-        if self.order.documents <= SMALL_EPOCH:  # its index takes little memory
+        if self.order.is_small:  # such a corpus takes little memory, and its pages are soon needed again
             return
         self.order.release_pages()
-        for array in (self._indexed.tokens, self._indexed.sizes):
-            release_pages(array)
+        release_pages(self._indexed.tokens)
+        release_pages(self._indexed.sizes)  # with it the whole .idx, of which all arrays share one memory map
 
     def _raise_bad_id(self, n: int, ids: Numbers) -> None:
         bad_id = int(ids.max()) if ids.max() >= self._vocab_size else int(ids.min())

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .corpora import Make, build_datasets
+from .corpora import DatasetFactory, build_datasets
 from .corpus_dataset import CorpusDataset
 from .corpus_paths import Paths
 from .index_check import open_corpus
@@ -168,7 +168,7 @@ def build_train_valid_test_datasets(
     """
     summaries = list[str]()
 
-    def open_records(prefix: str) -> tuple[int, Make]:
+    def open_records(prefix: str) -> tuple[int, DatasetFactory]:
         records = Records(prefix, vocab_size)
 
         def make(documents: range, part: str) -> SftDataset:

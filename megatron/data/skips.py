@@ -41,14 +41,12 @@ def skips_of(train: Any) -> Skips:
     return Skips(parse_ranges(train.skip_iterations or ()), parse_ranges(train.skip_samples or ()))
 
 
-def make_skip_check(train: Any, batches: Any, iteration: int, consumed: int) -> Callable[[int], bool] | None:
-    """Return a function from an iteration's first sample to whether it is skipped; None without a --skip-* flag.
+def make_skip_check(train: Any, batches: Any, iteration: int, consumed: int) -> Callable[[int], bool]:
+    """Return a function from an iteration's first sample to whether a --skip-* flag skips it.
 
     batches: schedule of the global batch size. iteration, consumed: iterations and samples of the run so far.
     """
     skips = skips_of(train)
-    if skips == Skips():  # nothing to skip
-        return None
 
     def skips_iteration(first: int) -> bool:
         # Iterations are numbered from 1: after 5 iterations, the one that begins at sample `consumed` is number 6.

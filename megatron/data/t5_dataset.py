@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .corpora import Make, build_datasets
+from .corpora import DatasetFactory, build_datasets
 from .corpus_dataset import CorpusDataset
 from .corpus_paths import Paths, prefixes_of
 from .index_check import open_corpus
@@ -222,7 +222,7 @@ def build_train_valid_test_datasets(
             length_notes.append(short_note)
     note = f"a sample is {plan.tokens} tokens of text: {plan.encoder} in the encoder, {plan.decoder} in the decoder"
 
-    def open_pair(prefix: str) -> tuple[int, Make]:
+    def open_pair(prefix: str) -> tuple[int, DatasetFactory]:
         indexed = corpora[prefix]
         make = lambda documents, part: T5Dataset(  # noqa: E731
             indexed, documents, objective, plan, specials, seed, part, text_vocab_size

@@ -164,7 +164,7 @@ class DecoderStart(ModelStart):
             self.check_length(position_ids.shape[-1])
             positions = mpu.shard_sequence(position_ids.t(), 0, self.context)  # [s, b]
             hidden = hidden + self.look_up_positions(positions)
-        elif not self.role.restricts_attention:  # document ids only restart rotary positions
+        if not self.role.restricts_attention:  # only with rotary positions: document ids restart them
             if document_ids.numel():
                 raise ValueError(
                     "the document ids restrict attention, but --reset-position-ids is given without "

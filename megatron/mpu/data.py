@@ -32,12 +32,16 @@ def broadcast_data(
     device = default_device(axis) if device is None else torch.device(device)
     if axis.size == 1:
         problem = find_problem(keys, data, datatype, None)  # nothing is sent, so any sizes are accepted
-        if problem or data is None:
+        if problem or data is None:  # None is a problem, too, as the type checker cannot know
             raise ValueError(problem)
         return {key: to_device(data[key], device) for key in keys}
 
-    problem = find_problem(keys, data, datatype, sizes) if axis.rank == 0 else ""
-    valid_data = data if axis.rank == 0 and not problem else None
+    problem = ""
+    valid_data = None
+    if axis.rank == 0:
+        problem = find_problem(keys, data, datatype, sizes)
+        valid_data = None if problem else data
+    # The other ranks know only that the first rank of the group has a problem.
     message = problem or f"broadcast_data: rank {axis.first} has no valid data for {', '.join(keys)}"
     if sizes:
         shapes = [torch.Size(sizes[key]) for key in keys]
@@ -51,6 +55,7 @@ def broadcast_data(
         is_valid = torch.ones(1, dtype=datatype, device=device)
         torch.cat([is_valid, *(to_device(valid_data[key].reshape(-1), device) for key in keys)], out=packed)
     dist.broadcast(packed.view(torch.uint8), axis.first, group=axis.group)  # gloo and NCCL lack some dtypes
+    # Reading packed[0] would wait for an accelerator, so there only the first rank raises.
     if problem or (device.type == "cpu" and not packed[0]):
         raise ValueError(message)
 

@@ -87,7 +87,8 @@ class VocabParallelEmbedding(Sharded):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up integer ids [...] -> [..., h]; with sequence parallelism [s, b] -> [s/t, b, h]."""
-        spec_of(self.weight).used_as_embedding = True  # a tied output layer reads this, see `accumulate_wgrad`
+        # For `wgrad_accumulator`. Not in __init__: an untied output layer has this class, too, but looks up nothing.
+        spec_of(self.weight).used_as_embedding = True
         check_token_ids(ids, self.vocab_size)
         if self.axis.size == 1:
             return embedding(ids, self.weight)

@@ -48,16 +48,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: 
     x, weight, bias = in_autocast_dtype(x, weight, bias)
     second_kernel = choose_kernels(x, weight, options)
     # `accumulate_wgrad` has a matmul of its own, so the second kernel leaves the accumulation to autograd.
-    accumulate_fn = None if second_kernel.weight_grad else accumulate_wgrad(x, weight)
-    has_custom_backward = any(second_kernel) or accumulate_fn is not None
-    needs_custom_backward = has_custom_backward and torch.is_grad_enabled()
-    if axis.size == 1 and not needs_custom_backward and not options.fp8:
-        return matmul(x, weight, bias, second_kernel.output)
-    plan = _LinearPlan(axis, options.sequence_axis(axis), options.overlap, second_kernel, accumulate_fn, options.fp8)
-    return _Linear.apply(x, weight, bias, plan)  # type: ignore[no-untyped-call,no-any-return]
+    accumulate = None if second_kernel.weight_grad else wgrad_accumulator(x, weight)
+    has_custom_backward = any(second_kernel) or accumulate is not None
+    # torch's own linear function lacks communication, fp8, the second kernel, and accumulation into a buffer.
+    if axis.size > 1 or options.fp8 or (has_custom_backward and torch.is_grad_enabled()):
+        plan = _LinearPlan(axis, options.sequence_axis(axis), options.overlap, second_kernel, accumulate, options.fp8)
+        return _Linear.apply(x, weight, bias, plan)  # type: ignore[no-untyped-call,no-any-return]
+    return matmul(x, weight, bias, second_kernel.output)
 
 
-def accumulate_wgrad(x: Tensor, weight: Tensor) -> Callable[[Tensor, Tensor], bool] | None:
+def wgrad_accumulator(x: Tensor, weight: Tensor) -> Callable[[Tensor, Tensor], bool] | None:
     """Return `ParamSpec.accumulate_wgrad` of weight [o, i], or None if autograd must accumulate the weight's gradient.
 
     Autograd accumulates under autocast. It also accumulates for a weight tied to an embedding, because it must first
@@ -155,8 +155,9 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         plan: _LinearPlan = ctx.plan
         input_grad = weight_grad = bias_grad = pending_x = pending_grad = None
-        # The all-gather starts first, so that all ranks start the same collectives in the same order.
-        if needs_grad(ctx, 1) and plan.sequence.size > 1:  # inputs: 0 x, 1 weight, 2 bias
+        # Inputs: 0 x, 1 weight, 2 bias. The all-gather starts first, so that all ranks start the same collectives in
+        # the same order.
+        if needs_grad(ctx, 1) and plan.sequence.size > 1:
             pending_x = start_all_gather(x, plan.sequence)
             if not plan.overlap:
                 pending_x.block()  # wait now, not only where the result is needed
@@ -184,6 +185,7 @@ def _weight_gradient(ctx: Any, grad: Tensor, x: Tensor) -> Tensor | None:
     `accumulate` runs the matmul and adds its result to the accumulated gradient in one pass over memory.
     """
     accumulate = ctx.plan.accumulate
+    # Gradients are enabled in a backward pass only with create_graph=True: then the result must be part of the graph.
     if accumulate is not None and not torch.is_grad_enabled():
         # `backward()` accumulates the gradient of the weight into `.grad`; `torch.autograd.grad` returns it instead.
         is_backward_call = will_run(ctx.next_functions[1][0], default=False)

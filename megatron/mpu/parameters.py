@@ -7,7 +7,6 @@ every rank draws all of it and keeps its part.
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -168,20 +167,28 @@ class ParamSpec:
         unchanged and is skipped inside `skip_init`. Does nothing if no initialiser was declared or the parameter is on
         the meta device.
         """
-        if self.init_method is None or parameter.is_meta:
+        init_method = self.init_method
+        if init_method is None or parameter.is_meta:
             return
-        if seed is not None and parallel_context().skip_init:
+        if seed is None:
+            self._fill_from_whole(parameter, init_method)
             return
+        if parallel_context().skip_init:
+            return
+        function = getattr(init_method, "func", init_method)  # `normal` returns a partial of a function
         # An initialiser that draws each element independently can draw rows [n, ...] alone.
-        if seed is not None and getattr(self.init_method, "func", self.init_method) in _ELEMENTWISE_INITS:
+        if function in _ELEMENTWISE_INITS:
             dim, begin, _ = self.rows
             parameter.zero_()  # also the padding, which no draw covers
-            part = self.without_padding(parameter)
-            draw_rows(part, begin, dim, self.full_shape, self.init_method, seed)
+            draw_rows(self.without_padding(parameter), begin, dim, self.full_shape, init_method, seed)
             return
+        with seeded(seed):
+            self._fill_from_whole(parameter, init_method)
+
+    def _fill_from_whole(self, parameter: nn.Parameter, init_method: InitMethod) -> None:
+        """Draw the whole parameter from torch's generator, and copy this rank's part."""
         whole = torch.empty(self.full_shape, dtype=parameter.dtype, device="cpu")
-        with nullcontext() if seed is None else seeded(seed):
-            self.init_method(whole)
+        init_method(whole)
         self.put(whole, parameter)
 
 

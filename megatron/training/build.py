@@ -27,7 +27,7 @@ from ..tokenizer import Tokenizer
 from .feature import Plan
 from .features import Features
 from .global_vars import publish
-from .model_checks import check_is_pipeline, send_whole_shards
+from .model_checks import check_model, send_whole_shards
 from .task import Task
 from .task_checks import check_task, checked_model
 
@@ -81,8 +81,10 @@ def build_engine(
     for feature in features:
         feature.model(model, plan)
     with raise_on_all_ranks():
-        is_pipeline = check_is_pipeline(model, task, config)
-    # `check_is_pipeline` accepts a plain module with --pipe-parallel-size 1. It is trained as without a pipeline.
+        check_model(model, task, config)
+    is_pipeline = tds.pipe.is_pipeline(model)
+    # `check_model` accepts a plain module with --pipe-parallel-size 1, which is trained as without a pipeline. Then
+    # `config` and `resolved` differ from those of `plan`.
     if not is_pipeline and config.parallel.pipe_parallel_size:
         config = replace(config, parallel=replace(config.parallel, pipe_parallel_size=0))
         resolved = resolve(config, dist.get_world_size(), device_module.has_fast_bf16(plan.device))
@@ -106,11 +108,11 @@ def build_engine(
     if mpu.get_mesh().replica.size > 1 and not resolved.distributed_optimizer:
         zero_state.check_all_copies(engine)
 
-    # Raise now, not in the middle of the run, for a batch size with which the pipeline schedule cannot run.
-    samples_per_micro_batch = config.train.batch_size * mpu.get_mesh().share.size  # of all replicas
+    # Raises for a batch size with which the pipeline schedule cannot run: now, not in the middle of the run.
+    samples_per_micro_batch = config.train.batch_size * mpu.get_topology().replicas
     for global_batch_size in config.batches(dist.get_world_size()).sizes:
         engine.set_micro_batches(global_batch_size // samples_per_micro_batch)
-    engine.set_micro_batches(config.train.gas)
+    engine.set_micro_batches(config.train.gas)  # of the first step
 
     batch_fn = partial(task.checked_batch, config=config, tokenizer=plan.tokenizer)
     if not is_pipeline:

@@ -58,18 +58,19 @@ def open_datasets(task: Task, given: Config, config: Config, tokenizer: Tokenize
 
 def _open_on_reading_ranks(task: Task, config: Config, tokenizer: Tokenizer, checked: dict[str, bool]) -> Datasets:
     """Open the data sets on rank 0, then on the other ranks that read data; return placeholders on the rest."""
-    datasets: Any = ()
+    datasets: Any = None
+    placeholders = None
     with raise_on_all_ranks(), reuse_checks(checked):
         if is_rank_0():
             datasets, notes = checked_datasets(task, config, tokenizer)
             print_notes(notes)
-    placeholders = tuple(map(placeholder_of, datasets))  # empty on the other ranks, until rank 0 sends its own
+            placeholders = tuple(map(placeholder_of, datasets))
     # The other ranks reuse the checks of rank 0, which take long for a large corpus.
     checked, placeholders = broadcast_from_rank_0((checked, placeholders))
     with raise_on_all_ranks(), reuse_checks(checked):
         if not reads_data():
             datasets = placeholders
-        elif not is_rank_0():
+        elif not is_rank_0():  # rank 0, which always reads data, has its data sets
             datasets, _ = checked_datasets(task, config, tokenizer)
     return cast(Datasets, datasets)
 

@@ -42,25 +42,25 @@ def run(
     features: optional parts of your own, which the run calls besides those that the settings ask for.
     """
     raise_open_files()
-    argv = sys.argv[1:] if argv is None else list(argv)
     print_help_if_asked(getattr(task, "defaults", {}).get("family"))  # `check_task` has not seen the task yet
     exit_code = 2  # until the settings have been resolved, an error is a mistake on the command line
     with guard_streams("training continues, and metrics.jsonl has the numbers", "stdout", "stderr"), restored_signals():
         try:
             refuse_impossible_ranks()
             check_task(task, "datasets", "model", "batch")
-            config = config or parse(argv, task.defaults, world_size(), print_note)
+            config = config or parse(sys.argv[1:] if argv is None else argv, task.defaults, world_size(), print_note)
             substitute = find_substitute(config)  # feature that replaces the training, such as --dry-run
             if substitute:
                 substitute.instead(task, config)
-                return
+                return  # there is no process group to wait for or to destroy
             config = config.with_batches(world_size())
             resolved = resolve(config, world_size(), device_module.has_fast_bf16(device_module.current_device()))
-            exit_code = 1
+            exit_code = 1  # from here on, an error is no mistake on the command line
             require_inputs(task, config)
             with set_up(task, config, resolved, features) as ready_run:
                 train(ready_run)
             del ready_run  # so that gc.collect() below deletes its data loaders
+        # RuntimeError is a bug unless torch raises it for memory or a data worker, see `is_bug`.
         except (RunError, ValueError, OSError, KeyboardInterrupt, MemoryError, RuntimeError) as error:
             from .complaints import exit_with_error, is_bug
 

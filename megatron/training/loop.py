@@ -50,8 +50,9 @@ def train(run: Run) -> None:
         while state.iteration < train_iters and not run.stop:
             for part in parts:
                 part.before_step(state.iteration + 1)
-            is_skipped = should_skip is not None and should_skip(state.consumed_samples)
-            step = None if is_skipped else _train_step(run, batches)
+            step = None  # for an iteration that a --skip-* flag skips
+            if not should_skip(state.consumed_samples):
+                step = _train_step(run, batches)
             samples = _advance_state(run)
             bar.update()
             for part in parts:

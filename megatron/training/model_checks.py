@@ -14,8 +14,8 @@ from ..model.layers import global_parameters
 from .task import Task
 
 
-def check_is_pipeline(model: nn.Module, task: Task, config: Config) -> bool:
-    """Return True if `model` is a PipelineModule. Raises ValueError if it does not fit the task or the settings."""
+def check_model(model: nn.Module, task: Task, config: Config) -> None:
+    """Raise ValueError if `model` does not fit the task or the settings."""
     check_declared_shards(model)
     refuse_unstorable_weights(model)
     context_ranks = mpu.context_axis().size
@@ -37,7 +37,6 @@ def check_is_pipeline(model: nn.Module, task: Task, config: Config) -> bool:
                 f"set count_targets in both {type(task).__name__} and the loss_fn of its PipelineModule, or set it to "
                 "None in both: with count_targets, a loss is the sum over targets; without it, the mean"
             )
-    return is_pipeline
 
 
 def check_declared_shards(model: nn.Module) -> None:

@@ -84,11 +84,12 @@ class Run:
 
     def micro_batches(self, first: int) -> int:
         """Return the number of micro-batches of a replica in the iteration whose first sample is `first`."""
-        samples_per_micro_batch = self.config.train.batch_size * mpu.get_mesh().share.size  # of all replicas
+        samples_per_micro_batch = self.config.train.batch_size * mpu.get_topology().replicas
         return self.batches.size_at(first) // samples_per_micro_batch
 
     def lr(self, iteration: int, first: int) -> float:
         """Return the learning rate of optimizer step `iteration`, counted from 0, whose first sample is `first`."""
+        # `lr_at` ends the decay with this step if the next one would end after it.
         consumed_after_step = self.batches.advance(first, 1)
         consumed_after_next_step = self.batches.advance(first, 2)
         return lr_at(iteration, self.config, (consumed_after_step, consumed_after_next_step))

@@ -49,12 +49,13 @@ def set_up(task: Task, config: Config, resolved: Resolved, own_features: Sequenc
     publish(config, tokenizer, timers, resolved.precision)
     with raise_on_all_ranks():
         features = Features(config, own_features)
+    with raise_on_all_ranks():  # a block of its own: after an error of another rank, nothing would release the locks
         locks = run_folder.lock(config, run_dir) if is_rank_0() else []
     try:
         _print_layout(config, resolved, device, locks)
         save_dir = str(run_folder.save_dir_of(config, run_dir))
         start = find_start(config, save_dir)  # the checkpoint to start from, if any
-        given = config
+        given = config  # `config` also gets the data stages and the learning-rate schedule of the checkpoint
         config = with_consumed_data(config, start.path, start.wanted, reads_corpora(task))
         plan = Plan(task, config, resolved, device, tokenizer)
         features.prepare(plan)

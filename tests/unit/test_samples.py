@@ -16,10 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_utils.indexed_writer import IndexedDatasetBuilder
+from megatron.data import sample_order as module
 from megatron.data.blend import BlendedDataset
 from megatron.data.gpt2_dataset import GPT2Dataset, build_train_valid_test_datasets
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
-from megatron.data.sample_order import SampleOrder
+from megatron.data.sample_order import SampleOrder, Windows
 from megatron.data.sampler import ConsecutiveSampler, build_loader
 from megatron.data.splits import parse_split, split_documents
 from megatron.data.workers import pack
@@ -270,6 +271,32 @@ def test_the_number_of_workers_changes_nothing(indexed: IndexedDataset) -> None:
         return [next(iterator)["text"].tolist() for _ in range(6)]
 
     assert first(0) == first(2)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int16, np.int32])
+def test_a_negative_id_in_the_middle_of_a_corpus_is_refused(tmp_path: Path, dtype: type[np.integer]) -> None:
+    """A vocabulary that is larger than the dtype's range allows any positive id, but no negative one."""
+    with IndexedDatasetBuilder(tmp_path / "x", dtype) as builder:
+        for _ in range(20):
+            builder.add_document([1] * 10)
+    path = tmp_path / "x.bin"
+    tokens = np.fromfile(path, dtype)
+    tokens[100] = -3
+    tokens.tofile(path)
+    windows = Windows(IndexedDataset(tmp_path / "x"), range(20), 10, 1, "train", vocab_size=50_257)
+    with pytest.raises(DatasetError, match="token id -3"):
+        for n in range(windows.order.per_epoch):
+            windows.read(n)
+
+
+def test_few_long_documents_are_released_as_well(indexed: IndexedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    released = list[int]()
+    monkeypatch.setattr(module, "release_pages", lambda array: released.append(len(array)))
+    monkeypatch.setattr(module, "SMALL_EPOCH", len(indexed) + 1)  # fewer than documents and samples
+    windows = Windows(indexed, range(100), 16, 1, "train")
+    windows.read(0)
+    windows._release_mapped()
+    assert len(indexed.tokens) in released
 
 
 class Strange:
