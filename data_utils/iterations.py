@@ -31,7 +31,7 @@ class Iterations:
         train = config.train
         self.logged = rows[-1][0]
         self._anchors: list[_Anchor] = []
-        schedule = config.batches(1)  # that of one replica, unless rows show how many samples an iteration takes
+        schedule = config.batch_schedule(1)  # that of one replica, unless rows show how many samples an iteration takes
         is_scheduled = train.batch_size_schedule is not None
         batches = schedule
         for (iteration, samples), (next_iteration, next_samples) in pairwise(rows):

@@ -28,7 +28,7 @@ def numbers_of_samples(config: Config, ranks: int) -> list[int]:
     train = config.train
     batch_size = config.train_batch_size(ranks)
     # The position in the data after all iterations, counted from sample 0: the batch size may change on the way.
-    train_samples = config.batches(ranks).advance(0, train.train_iters)
+    train_samples = config.batch_schedule(ranks).advance(0, train.train_iters)
     # 1 more: the evaluation after the last iteration
     evaluations = train.train_iters // train.eval_interval + 1 if train.eval_interval else 1
     eval_samples = train.eval_iters * batch_size

@@ -182,9 +182,9 @@ def _batch_schedule_note(saved: Config, config: Config, consumed: int) -> str | 
     if saved_schedule == schedule:
         return None
     ranks = dist.get_world_size()
-    ahead = config.batches(ranks).after(consumed)
+    ahead = config.batch_schedule(ranks).after(consumed)
     # The past may be given otherwise, in tokens or without the sizes that are over.
-    if saved_schedule and schedule and saved.batches(ranks).after(consumed) == ahead:
+    if saved_schedule and schedule and saved.batch_schedule(ranks).after(consumed) == ahead:
         return None
     samples = ahead.sizes[0]
     return (

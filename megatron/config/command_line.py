@@ -59,7 +59,7 @@ def parse(
         ranks = values.get("dry_run") or ranks or config.parallel.fewest_ranks
         config = cli.apply_deferred(config, ranks, with_values_unchecked)
         config = replace(config)  # checks the combination of all settings
-        config = config.with_batches(ranks)
+        config = config.with_derived_iters(ranks)
         cli.problems += _command_line_problems(config, defaults.get("family"))
     except ConfigError as error:
         cli.problems.append(str(error))

@@ -113,10 +113,10 @@ def _batch_size_problems(train: Any, batches: BatchSchedule, replicas: int) -> I
 
 
 def scheduled_train_section(config: "Config", world_size: int, iteration: int, consumed: int) -> Any:
-    """Return the section `train` with --gas and --train-iters of a schedule; see `Config.with_batches`."""
+    """Return the section `train` with --gas and --train-iters of a schedule; see `Config.with_derived_iters`."""
     train = config.train
     replicas = config.parallel.data_parallel_size(world_size)
-    batches = config.batches(world_size)
+    batches = config.batch_schedule(world_size)
     raise_first_problem(_batch_size_problems(train, batches, replicas))
     gas = max(batches.sizes) // (train.batch_size * replicas)
     iterations = train.train_iters

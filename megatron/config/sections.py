@@ -91,18 +91,18 @@ class Config:
     def train_batch_size(self, world_size: int) -> int:
         """Return the global batch size: --batch-size x --gas x data-parallel replicas.
 
-        With --batch-size-schedule, this is the largest size of the schedule, once `with_batches` has set --gas.
+        With --batch-size-schedule, this is the largest size of the schedule, once `with_derived_iters` has set --gas.
         """
         return self.train.batch_size * self.train.gas * self.parallel.data_parallel_size(world_size)
 
-    def batches(self, world_size: int) -> BatchSchedule:
+    def batch_schedule(self, world_size: int) -> BatchSchedule:
         """Return the schedule of the global batch size. Without --batch-size-schedule, it has one size."""
         schedule = self.train.batch_size_schedule
         if schedule is None:
             return BatchSchedule(starts=(0,), sizes=(self.train_batch_size(world_size),))
         return parse_batch_schedule(schedule, self.data.seq_length)
 
-    def with_batches(self, world_size: int, iteration: int = 0, consumed: int = 0) -> "Config":
+    def with_derived_iters(self, world_size: int, iteration: int = 0, consumed: int = 0) -> "Config":
         """Return these settings with --gas and --train-iters as --batch-size-schedule and --train-samples imply them.
 
         --gas becomes the number of micro-batches of the largest batch.

@@ -27,7 +27,7 @@ from .._torch import onednn_linear, onednn_pack
 from ..atomic import private_temp_folder, write_text
 from ..config import Config
 from ..json_text import brief, is_list, read_json
-from ..mpu.linear import MIN_ROWS, Products, matmul, transposed_matmul
+from ..mpu.linear import MIN_ROWS, SecondKernelUse, matmul, transposed_matmul
 from ..ranks.objects import gather_objects
 from ..ranks.rank_0 import print_rank_0
 from ..training.feature import Feature, Plan
@@ -54,7 +54,7 @@ class CpuMatmul(Feature):
     _cpu = ""  # that of rank 0, if there is a choice
 
     def model(self, model: nn.Module, plan: Plan) -> None:
-        self._products: dict[tuple[str, int, int], Products] = {}
+        self._products: dict[tuple[str, int, int], SecondKernelUse] = {}
         precision = plan.resolved.precision
         if not has_choice(plan.device, precision):
             return
@@ -65,9 +65,9 @@ class CpuMatmul(Feature):
             return
         ratios = measure_speedups(shapes, precision)
         # The sizes 0, 0 stand for weights of all other sizes.
-        self._products[precision, 0, 0] = Products(*map(is_faster, join_ratios(ratios.values())))
+        self._products[precision, 0, 0] = SecondKernelUse(*map(is_faster, join_ratios(ratios.values())))
         for (_, o, i), shape_ratios in ratios.items():
-            self._products[precision, o, i] = Products(*map(is_faster, shape_ratios))
+            self._products[precision, o, i] = SecondKernelUse(*map(is_faster, shape_ratios))
         self._apply_choice()
         if plan.config.log.log_details:
             print_rank_0(_note(ratios, precision))
@@ -86,11 +86,11 @@ class CpuMatmul(Feature):
         if state.get("cpu") != self._cpu:
             return
         for precision, o, i, *products in rows:
-            self._products[precision, o, i] = Products(*products)
+            self._products[precision, o, i] = SecondKernelUse(*products)
         self._apply_choice()
 
     def _apply_choice(self) -> None:
-        chosen = mpu.get_options().products
+        chosen = mpu.get_options().second_kernel
         for (precision, o, i), products in self._products.items():
             chosen[DTYPES[precision], o, i] = products
 

@@ -53,7 +53,7 @@ def check_run(task: Task, config: Config, ranks: int) -> None:
     """
     if world_size() > 1:
         raise ValueError(f"--dry-run {ranks} checks all ranks in one process, but WORLD_SIZE is {world_size()}")
-    config = config.with_batches(ranks)
+    config = config.with_derived_iters(ranks)
     require_inputs(task, config)
     replicas = config.parallel.data_parallel_size(ranks)
     device = device_module.current_device()

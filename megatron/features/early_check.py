@@ -19,7 +19,7 @@ def main() -> None:
     family, world_size, *argv = sys.argv[1:]
     ranks = int(world_size)
     with exit_on_config_error(f"pretrain_{family}.py"):
-        config = parse(argv, DEFAULTS[family], ranks).with_batches(ranks)
+        config = parse(argv, DEFAULTS[family], ranks).with_derived_iters(ranks)
         try:
             resolve(config, ranks, fast_bf16=False)
         except ConfigError:  # other machines may run it, for which `--precision auto` is bf16

@@ -61,7 +61,7 @@ class Guard(Feature):
 
         run = self._run
         first = run.state.consumed_samples
-        samples = range(first, first + run.global_batch)
+        samples = range(first, first + run.global_batch_size)
         tokens = len(samples) * sum(run.sample_shape)
         begins_stage = any(begin in samples for begin in stage_begins(run.datasets[0]))
         # The gradient of a smaller batch has more noise, so its norm is higher in every step.

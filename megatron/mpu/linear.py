@@ -25,7 +25,7 @@ from .sequence import Pending, start_all_gather, start_all_reduce, start_reduce_
 MIN_ROWS = 32
 
 
-class Products(NamedTuple):
+class SecondKernelUse(NamedTuple):
     """The matmuls of a linear layer that run in the second of the two kernels between which `matmul` chooses."""
 
     output: bool = False
@@ -69,15 +69,15 @@ def wgrad_accumulator(x: Tensor, weight: Tensor) -> Callable[[Tensor, Tensor], b
     return spec.accumulate_wgrad
 
 
-def choose_kernels(x: Tensor, weight: Tensor, options: Options) -> Products:
+def choose_kernels(x: Tensor, weight: Tensor, options: Options) -> SecondKernelUse:
     """Return the kernels for x [..., i] and weight [o, i], which `options` decide on a CPU."""
     if x.device.type != "cpu" or x.shape[:-1].numel() < MIN_ROWS:
-        return Products()
+        return SecondKernelUse()
     # An entry for the weight's shape overrides one for the dtype, which overrides `options.onednn`.
     use_onednn = options.onednn and x.dtype == torch.float32
-    by_option = Products(use_onednn, use_onednn, use_onednn)
-    by_dtype = options.products.get((x.dtype, 0, 0), by_option)
-    return options.products.get((x.dtype, *weight.shape), by_dtype)
+    by_option = SecondKernelUse(use_onednn, use_onednn, use_onednn)
+    by_dtype = options.second_kernel.get((x.dtype, 0, 0), by_option)
+    return options.second_kernel.get((x.dtype, *weight.shape), by_dtype)
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, second_kernel: bool) -> Tensor:
@@ -129,7 +129,7 @@ class _LinearPlan(NamedTuple):
     axis: Axis
     sequence: Axis
     overlap: bool
-    second_kernel: Products
+    second_kernel: SecondKernelUse
     accumulate: Callable[[Tensor, Tensor], bool] | None
     fp8: bool
 

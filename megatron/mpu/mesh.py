@@ -9,7 +9,7 @@ import torch.distributed as dist
 from .process_topology import ProcessTopology
 
 if TYPE_CHECKING:
-    from .linear import Products
+    from .linear import SecondKernelUse
 
 AXES = ("pipe", "data", "model")
 
@@ -135,8 +135,9 @@ class Options:
     sequence_parallel: between sharded layers, each rank holds only its shard of the sequence.
     overlap: all-reduce the gradient of a layer's input while the gradient of the layer's weight is computed.
     onednn: run fp32 matmuls on a CPU in oneDNN instead of torch's BLAS. `linear.py` explains overlap and onednn.
-    products: (dtype, o, i) of a weight [o, i] -> its products that run in the second kernel of `linear.matmul`.
-    (dtype, 0, 0) is for other weights. Where both are missing, `onednn` decides.
+    second_kernel: (dtype, o, i) of a weight [o, i] -> its matmuls that run in the second kernel of `linear.matmul`,
+    such as (float32, 4096, 1024) -> (True, False, False). (dtype, 0, 0) is for other weights. Where both are missing,
+    `onednn` decides.
     wgrad_in_graph: in compiled code, too, call the weight's `ParamSpec.accumulate_wgrad` instead of giving the weight's
     gradient to autograd.
     fp8: run the matmuls of outputs and of input gradients in fp8; see `fp8.py`.
@@ -147,7 +148,7 @@ class Options:
     onednn: bool = False
     wgrad_in_graph: bool = False
     fp8: bool = False
-    products: "dict[tuple[torch.dtype, int, int], Products]" = field(default_factory=dict, compare=False)
+    second_kernel: "dict[tuple[torch.dtype, int, int], SecondKernelUse]" = field(default_factory=dict, compare=False)
 
     def sequence_axis(self, axis: Axis) -> Axis:
         """Return the ranks that shard a sequence between layers: `axis` with sequence parallelism, else this rank."""

@@ -110,7 +110,7 @@ def build_engine(
 
     # Raises for a batch size with which the pipeline schedule cannot run: now, not in the middle of the run.
     samples_per_micro_batch = config.train.batch_size * mpu.get_topology().replicas
-    for global_batch_size in config.batches(dist.get_world_size()).sizes:
+    for global_batch_size in config.batch_schedule(dist.get_world_size()).sizes:
         engine.set_micro_batches(global_batch_size // samples_per_micro_batch)
     engine.set_micro_batches(config.train.gas)  # of the first step
 

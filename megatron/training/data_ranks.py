@@ -29,18 +29,20 @@ def reads_data() -> bool:
     return mesh.model.rank == 0 and mesh.pipe.rank in (0, mesh.pipe.size - 1)  # stages that need inputs or labels
 
 
-def open_datasets(task: Task, given: Config, config: Config, tokenizer: Tokenizer, start: Start) -> Datasets:
+def open_datasets(task: Task, given_config: Config, config: Config, tokenizer: Tokenizer, start: Start) -> Datasets:
     """Return the data sets of `task`. If a rank fails, every rank raises RunError.
 
     For a task with `reads_alone`, ranks that read no data get placeholders (`RemoteDataset`). Rank 0 checks the
     corpora first. Other ranks that read data skip this check, and only compare the fingerprints of their files with
-    those of rank 0. given: the settings without the data stages that only the checkpoint names. Their tokenizer may be
-    another one, since they are over. start: the checkpoint from which the run resumes, if any.
+    those of rank 0.
+
+    given_config: the settings without the data stages that only the checkpoint names. Their tokenizer may be another
+    one, since they are over. start: the checkpoint from which the run resumes, if any.
     """
     checked: dict[str, bool] = {}  # results of checks of corpora, filled inside `reuse_checks`
     with raise_on_all_ranks(), reuse_checks(checked):
         if is_rank_0():
-            check_tokenizer(given, tokenizer)
+            check_tokenizer(given_config, tokenizer)
             check_corpora(config)
     if task.reads_alone:
         datasets = _open_on_reading_ranks(task, config, tokenizer, checked)

@@ -53,7 +53,7 @@ def run(
             if substitute:
                 substitute.instead(task, config)
                 return  # there is no process group to wait for or to destroy
-            config = config.with_batches(world_size())
+            config = config.with_derived_iters(world_size())
             resolved = resolve(config, world_size(), device_module.has_fast_bf16(device_module.current_device()))
             exit_code = 1  # from here on, an error is no mistake on the command line
             require_inputs(task, config)

@@ -46,8 +46,8 @@ def explain_fault(run: Run, fault: Fault) -> str:
 
     def recompute() -> None:
         mpu.get_rng().begin(samples.iteration - 1)  # counted from 0 here
-        batches = read_batches(run.datasets[0], run.config, samples.first_sample, gas=run.micro_batches)
-        run.engine.train_batch(batches, 0.0, run.micro_batches(samples.first_sample))  # with a learning rate of 0
+        batches = read_batches(run.datasets[0], run.config, samples.first_sample, gas=run.num_micro_batches)
+        run.engine.train_batch(batches, 0.0, run.num_micro_batches(samples.first_sample))  # with a learning rate of 0
 
     findings = gather_findings(run.engine.deepspeed.module, recompute)
     cause = describe_findings(findings, samples.first_sample, samples.samples // mpu.get_mesh().share.size)

@@ -237,9 +237,9 @@ def check_stages(dataset: Any, config: Config, start: "Start") -> None:
     with raise_on_all_ranks():
         ranks = dist.get_world_size()
         # With --train-samples, the number of iterations follows from the batch sizes that lie ahead.
-        train = config.with_batches(ranks, iteration, consumed).train
+        train = config.with_derived_iters(ranks, iteration, consumed).train
         remaining_iterations = max(train.train_iters - iteration, 0)
-        total = config.batches(ranks).advance(consumed, remaining_iterations)
+        total = config.batch_schedule(ranks).advance(consumed, remaining_iterations)
         late_begin = next((begin for begin in begins if begin >= total), None)
         if late_begin is not None:
             length = "--train-samples" if train.train_samples else "--train-iters"

@@ -29,7 +29,7 @@ class TrainingLog(Feature):
         scale = zero_state.get_loss_scaler(run.engine.deepspeed).get("cur_scale")
         self.health = Health(run.state, run.config.train.max_skipped_steps, scale, min_scale)
         self.time_left = TimeLeft()
-        self.batch_samples = run.global_batch  # number of samples of the last iteration
+        self.batch_samples = run.global_batch_size  # number of samples of the last iteration
         self.last_samples = SampleRange(run.state.iteration, run.state.consumed_samples, 0)  # of the last iteration
         self.reset_statistics()
         self.restart_timer()
@@ -59,11 +59,12 @@ class TrainingLog(Feature):
     def before_step(self, iteration: int) -> None:
         first_sample = self.run.state.consumed_samples
         before = self.batch_samples
-        self.batch_samples = self.run.global_batch
+        self.batch_samples = self.run.global_batch_size
         if self.batch_samples != before:
             print_rank_0(
                 f"iteration {iteration} (from sample {first_sample} on): the global batch changes from {before} to "
-                f"{self.batch_samples} samples ({self.run.micro_batches(first_sample)} micro-batches on each replica)"
+                f"{self.batch_samples} samples ({self.run.num_micro_batches(first_sample)} micro-batches on each "
+                "replica)"
             )
 
     def after_step(self, step: StepResult | None, samples: SampleRange) -> None:
@@ -133,7 +134,7 @@ class TrainingLog(Feature):
         row = self._row() | run.features.row(Interval(steps, step_seconds, timed_parts))
         last = run.config.train.train_iters
         samples = run.state.consumed_samples
-        total_samples = run.batches.advance(samples, last - run.state.iteration)
+        total_samples = run.batch_schedule.advance(samples, last - run.state.iteration)
         left = self.time_left.estimate(samples, total_samples, sample_seconds)
         if "lm_loss" in row:
             print_rank_0(training_line(row, last, step_seconds, left, run.config.log.log_details))
@@ -174,7 +175,7 @@ class TrainingLog(Feature):
         for name, values in self.aux_losses.items():
             if values:
                 row[name] = torch.stack(values).mean().item()
-        if len(run.batches.sizes) > 1:
+        if len(run.batch_schedule.sizes) > 1:
             row["global_batch"] = self.batch_samples
         if self.spikes:
             row["spikes"] = self.spikes

@@ -35,7 +35,7 @@ def train(run: Run) -> None:
             f"further, raise {length_flag} and pass --override-lr-schedule, or the learning rate stays at the end of "
             "its schedule"
         )
-    should_skip = make_skip_check(run.config.train, run.batches, state.iteration, state.consumed_samples)
+    should_skip = make_skip_check(run.config.train, run.batch_schedule, state.iteration, state.consumed_samples)
     run.log = TrainingLog(run)
     parts, saves = _collect_parts(run)
     disable = None if is_rank_0() else True  # None: disabled if the output is no terminal
@@ -43,7 +43,7 @@ def train(run: Run) -> None:
     # This starts the data workers, on purpose before `run.signals` changes the signal handlers.
     batches: Batches | None = None
     if state.iteration < train_iters:
-        batches = read_batches(run.datasets[0], run.config, state.consumed_samples, should_skip, run.micro_batches)
+        batches = read_batches(run.datasets[0], run.config, state.consumed_samples, should_skip, run.num_micro_batches)
         for feature in run.features:
             batches = feature.batches(batches)
     with bar, run.signals, run.features.running(run), saves:
@@ -70,7 +70,7 @@ def _train_step(run: Run, batches: Batches | None) -> StepResult:
     state = run.state
     mpu.get_rng().begin(state.iteration)  # a resumed run thus has the dropout masks of an uninterrupted one
     lr = run.lr(state.iteration, state.consumed_samples)
-    return run.engine.train_batch(batches, lr, run.micro_batches(state.consumed_samples))
+    return run.engine.train_batch(batches, lr, run.num_micro_batches(state.consumed_samples))
 
 
 def _collect_parts(run: Run) -> tuple[list[Feature], Saves]:
@@ -85,7 +85,7 @@ def _collect_parts(run: Run) -> tuple[list[Feature], Saves]:
 def _advance_state(run: Run) -> SampleRange:
     """Count the current iteration, even a skipped one, in the training state; return its number and samples."""
     state = run.state
-    count = run.global_batch
+    count = run.global_batch_size
     state.iteration += 1
     samples = SampleRange(state.iteration, state.consumed_samples, count)
     if is_rank_0():  # only rank 0 needs the hash: it writes the hash to the index of the checkpoint

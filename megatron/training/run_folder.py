@@ -112,7 +112,7 @@ def _upload_tokenizer(folder: Path, copy: RemotePath, vocab_file: str) -> None:
             path.unlink()
 
 
-def settings_to_save(given: Config, config: Config, checkpoint: Path | None, run_dir: Path) -> Config:
+def settings_to_save(given_config: Config, config: Config, checkpoint: Path | None, run_dir: Path) -> Config:
     """Return the settings for config.json: those that were given, with the number of iterations and micro-batches.
 
     A resume takes all other changes, such as data stages and the learning-rate schedule, from its checkpoint.
@@ -120,9 +120,9 @@ def settings_to_save(given: Config, config: Config, checkpoint: Path | None, run
     """
     values = {"gas": config.train.gas, "train_iters": config.train.train_iters}
     # After a start with the checkpoint of --load, a restart before the first save needs these flags again.
-    if checkpoint is None or checkpoint.parent == save_dir_of(given, run_dir):
+    if checkpoint is None or checkpoint.parent == save_dir_of(given_config, run_dir):
         values |= ONCE
-    return with_values(given, values)
+    return with_values(given_config, values)
 
 
 def write_first_files(config: Config, run_dir: Path, iteration: int) -> list[str]:
@@ -160,16 +160,16 @@ def write_first_files(config: Config, run_dir: Path, iteration: int) -> list[str
 
 
 def open_run_dir(
-    given: Config, config: Config, checkpoint: Path | None, run_dir: Path, iteration: int, locks: list[RunLock]
+    given_config: Config, config: Config, checkpoint: Path | None, run_dir: Path, iteration: int, locks: list[RunLock]
 ) -> MetricsWriter:
     """Write the first files to the run directory and return the metrics writer. Call this when all checks have passed.
 
-    Raises ValueError if the run directory cannot be used. given, config, checkpoint: see `settings_to_save`.
+    Raises ValueError if the run directory cannot be used. given_config, config, checkpoint: see `settings_to_save`.
     """
     if is_rank_0():
         refuse_other_checkpoints(config, run_dir, iteration)
         delete_leftovers(save_dir_of(config, run_dir))
-        print_notes(write_first_files(settings_to_save(given, config, checkpoint, run_dir), run_dir, iteration))
+        print_notes(write_first_files(settings_to_save(given_config, config, checkpoint, run_dir), run_dir, iteration))
         # The run has started: `release` does not delete a new run directory, but still a new, empty checkpoint folder.
         locks[0].keep_folders()
     return MetricsWriter(str(run_dir), iteration, is_rank_0())

@@ -73,23 +73,23 @@ class Run:
         return t5_lengths(self.datasets[0]) or (self.config.data.seq_length, 0)
 
     @cached_property
-    def batches(self) -> BatchSchedule:
+    def batch_schedule(self) -> BatchSchedule:
         """Schedule of the global batch size."""
-        return self.config.batches(dist.get_world_size())
+        return self.config.batch_schedule(dist.get_world_size())
 
     @property
-    def global_batch(self) -> int:
+    def global_batch_size(self) -> int:
         """Number of samples of the next iteration over all replicas."""
-        return self.batches.size_at(self.state.consumed_samples)
+        return self.batch_schedule.size_at(self.state.consumed_samples)
 
-    def micro_batches(self, first: int) -> int:
+    def num_micro_batches(self, first: int) -> int:
         """Return the number of micro-batches of a replica in the iteration whose first sample is `first`."""
         samples_per_micro_batch = self.config.train.batch_size * mpu.get_topology().replicas
-        return self.batches.size_at(first) // samples_per_micro_batch
+        return self.batch_schedule.size_at(first) // samples_per_micro_batch
 
     def lr(self, iteration: int, first: int) -> float:
         """Return the learning rate of optimizer step `iteration`, counted from 0, whose first sample is `first`."""
         # `lr_at` ends the decay with this step if the next one would end after it.
-        consumed_after_step = self.batches.advance(first, 1)
-        consumed_after_next_step = self.batches.advance(first, 2)
+        consumed_after_step = self.batch_schedule.advance(first, 1)
+        consumed_after_next_step = self.batch_schedule.advance(first, 2)
         return lr_at(iteration, self.config, (consumed_after_step, consumed_after_next_step))

@@ -55,11 +55,11 @@ def set_up(task: Task, config: Config, resolved: Resolved, own_features: Sequenc
         _print_layout(config, resolved, device, locks)
         save_dir = str(run_folder.save_dir_of(config, run_dir))
         start = find_start(config, save_dir)  # the checkpoint to start from, if any
-        given = config  # `config` also gets the data stages and the learning-rate schedule of the checkpoint
+        given_config = config  # `config` also gets the data stages and the learning-rate schedule of the checkpoint
         config = with_consumed_data(config, start.path, start.wanted, reads_corpora(task))
         plan = Plan(task, config, resolved, device, tokenizer)
         features.prepare(plan)
-        datasets = open_datasets(task, given, config, tokenizer, start)
+        datasets = open_datasets(task, given_config, config, tokenizer, start)
 
         # The checkpoint, if there is one, replaces all initial weights, so they need not be drawn.
         with mpu.skip_init() if start.path else nullcontext():
@@ -76,10 +76,10 @@ def set_up(task: Task, config: Config, resolved: Resolved, own_features: Sequenc
         # Load the checkpoint. It may replace the learning-rate schedule in `config`.
         with explain_if_deleted(start.path):
             state, config = start_or_resume(start, config, engine.deepspeed, tokenizer.fingerprint, datasets[0])
-        config = config.with_batches(dist.get_world_size(), state.iteration, state.consumed_samples)
+        config = config.with_derived_iters(dist.get_world_size(), state.iteration, state.consumed_samples)
         with raise_on_all_ranks():
             features.load(state.features)
-            metrics = run_folder.open_run_dir(given, config, start.path, run_dir, state.iteration, locks)
+            metrics = run_folder.open_run_dir(given_config, config, start.path, run_dir, state.iteration, locks)
     except BaseException:
         run_folder.release(locks)
         raise
@@ -129,7 +129,7 @@ def _print_layout(config: Config, resolved: Resolved, device: torch.device, lock
     precision = "fp8" if config.train.precision == "fp8" else resolved.precision  # the latter is then bf16
     print_rank_0(
         f"{ranks} on {device.type}: {grid} ({mode}), {precision}, ZeRO {resolved.zero_stage}, "
-        f"global batch {config.batches(world_size)}"
+        f"global batch {config.batch_schedule(world_size)}"
     )
     for lock in locks:
         print_notes(lock.notes)

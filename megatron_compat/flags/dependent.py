@@ -71,18 +71,18 @@ def _share_of_decay(warmup: Any, total: int, unit: str) -> Decision:
 
 def warmup_iterations(config: Config, warmup: Any, ranks: int) -> Decision:
     """Translate warmup iterations to --warmup, a fraction of the learning-rate decay."""
-    config = config.with_batches(ranks)
+    config = config.with_derived_iters(ranks)
     if config.lr_decay_samples is None:
         return _share_of_decay(warmup, config.lr_decay_iters, "iterations")
-    return _share_of_decay(config.batches(ranks).advance(0, warmup), config.lr_decay_samples, "samples")
+    return _share_of_decay(config.batch_schedule(ranks).advance(0, warmup), config.lr_decay_samples, "samples")
 
 
 def warmup_samples(config: Config, warmup: Any, ranks: int) -> Decision:
     """Translate warmup samples to --warmup, a fraction of the learning-rate decay."""
-    config = config.with_batches(ranks)
+    config = config.with_derived_iters(ranks)
     if config.lr_decay_samples is not None:
         return _share_of_decay(warmup, config.lr_decay_samples, "samples")
-    batches = config.batches(ranks)
+    batches = config.batch_schedule(ranks)
     decay_iters = config.lr_decay_iters
     # With one batch size, the decay has a known number of samples. Otherwise, count iterations.
     if len(batches.sizes) == 1:

@@ -57,7 +57,7 @@ def check_layout(config: Config, ranks: int) -> Findings:
     yield ok(
         "layout",
         f"{ranks} ranks: {p.stages} stages x {p.model_parallel_size} model-parallel{context_text} x {replicas} replicas"
-        f"{expert_text}, global batch {config.batches(ranks)}",
+        f"{expert_text}, global batch {config.batch_schedule(ranks)}",
     )
 
 

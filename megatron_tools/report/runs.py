@@ -106,7 +106,7 @@ class RunData:
         """Number of samples in an iteration, or in the largest one; None before the first training row."""
         train = self.rows_of("train")
         if self.config.train.batch_size_schedule:
-            return max(self.config.batches(1).sizes)
+            return max(self.config.batch_schedule(1).sizes)
         return samples_per_iteration(train) if train else None
 
     @property

@@ -116,7 +116,7 @@ class Fuzzer:
         for word in words:
             # Ranks work in `folder`, this process does not.
             arguments.append(str(self.folder / word) if word == GROUPS_FILE else word)
-        config = parse(arguments, TASKS[family].defaults, world).with_batches(world)
+        config = parse(arguments, TASKS[family].defaults, world).with_derived_iters(world)
         # Called only for the errors that it raises. Without fast bf16, as on a CPU.
         resolve(config, world, fast_bf16=False)
         return config

@@ -82,7 +82,7 @@ def test_a_skipped_step_has_the_size_of_the_schedule() -> None:
 )
 def test_starts_are_tokens_or_samples(text: str, starts: tuple[int, ...], sizes: tuple[int, ...]) -> None:
     config = config_of(f"{SEQ} --batch-size-schedule '{text}'", 4)
-    assert config.batches(4) == BatchSchedule(starts, sizes)
+    assert config.batch_schedule(4) == BatchSchedule(starts, sizes)
     assert config.train_batch_size(4) == max(sizes)
     assert config_of(f"{SEQ} --step-batch-size-schedule '{text}'", 4) == config
 
@@ -126,7 +126,7 @@ def test_what_is_set_otherwise_is_told() -> None:
 @pytest.mark.parametrize(("start", "increment", "samples", "size"), [(8, 8, 100, 64), (16, 16, 7, 64), (4, 4, 0, 8)])
 def test_a_rampup_has_megatrons_sizes(start: int, increment: int, samples: int, size: int) -> None:
     config = config_of(f"{SEQ} --rampup-batch-size {start} {increment} {samples} --global-batch-size {size}", 2)
-    batches, each = config.batches(2), samples / ((size - start) // increment)
+    batches, each = config.batch_schedule(2), samples / ((size - start) // increment)
     for consumed in range(1, samples + 50):
         grown = size if consumed > samples else start + int(consumed / each) * increment
         assert batches.size_at(consumed) == grown, consumed
@@ -140,14 +140,14 @@ def test_a_run_ends_with_its_samples() -> None:
     assert config_of(f"{line} --train-tokens 100000", 2) == config
     assert numbers_of_samples(config, 2)[0] == 88
     # A run that has done 3 iterations of 16 samples ends at the same sample or before it.
-    assert config.with_batches(2, 3, 48).train.train_iters == 6
+    assert config.with_derived_iters(2, 3, 48).train.train_iters == 6
     constant = config_of(f"{SEQ} --gas 4 --train-samples 100", 2)
     assert constant.train == TrainConfig(batch_size=2, gas=4, train_iters=6, train_samples=100)
 
 
 def rates(config: Config, ranks: int = 2) -> list[tuple[int, float]]:
     """Return (last sample + 1, learning rate) of each iteration of a run."""
-    batches, found = config.batches(ranks), []
+    batches, found = config.batch_schedule(ranks), []
     for number in range(config.train.train_iters):
         done, following = (batches.advance(0, number + more) for more in (1, 2))
         found.append((done, lr_at(number, config, (done, following))))

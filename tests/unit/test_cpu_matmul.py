@@ -16,7 +16,7 @@ from megatron.features import cpu_matmul
 from megatron.features.cpu_matmul import CpuMatmul, describe_cpu, is_conclusive, is_faster, measure_speedups
 from megatron.model.attention_kernels import AttentionArgs, attend
 from megatron.model.special_kernels import attend_in_fp32
-from megatron.mpu.linear import Products, linear
+from megatron.mpu.linear import SecondKernelUse, linear
 from megatron.mpu.mesh import TRIVIAL_AXIS, Options
 from megatron.training.feature import Plan
 
@@ -126,12 +126,12 @@ def test_each_weight_gets_its_own_choice(found: list[Any]) -> None:
     with mpu.built_with(mpu.Mesh(), Options()):
         feature.model(_model(), _plan("fp32"))
         options = mpu.get_options()
-    products = {key[1:]: value for key, value in options.products.items()}
-    assert set(key[0] for key in options.products) == {torch.float32}
-    few = Products(False, True, False)
+    products = {key[1:]: value for key, value in options.second_kernel.items()}
+    assert set(key[0] for key in options.second_kernel) == {torch.float32}
+    few = SecondKernelUse(False, True, False)
     assert products == {
         (256, 1024): few,
-        (300, 256): Products(True, True, False),
+        (300, 256): SecondKernelUse(True, True, False),
         (1024, 256): few,
         (0, 0): few,
     }
@@ -173,7 +173,7 @@ def test_nothing_is_measured_where_there_is_no_choice(found: list[Any], precisio
     feature = CpuMatmul()
     with mpu.built_with(mpu.Mesh(), Options()):
         feature.model(_model(), _plan(precision, device=device))
-        assert mpu.get_options().products == {}
+        assert mpu.get_options().second_kernel == {}
     assert feature.state() == {}
 
 
@@ -182,7 +182,7 @@ def test_a_resumed_run_keeps_its_kernels(found: list[Any], monkeypatch: pytest.M
     first = CpuMatmul()
     with mpu.built_with(mpu.Mesh(), Options()):
         first.model(_model(), _plan("fp32"))
-        before = mpu.get_options().products
+        before = mpu.get_options().second_kernel
     state = json.loads(json.dumps(first.state()))
     cache.unlink()
     for cpu, expected in ((describe_cpu(), True), ("another CPU", False)):
@@ -192,7 +192,7 @@ def test_a_resumed_run_keeps_its_kernels(found: list[Any], monkeypatch: pytest.M
             resumed = CpuMatmul()
             resumed.model(_model(), _plan("fp32"))
             resumed.load(state)
-            assert (mpu.get_options().products == before) == expected
+            assert (mpu.get_options().second_kernel == before) == expected
     for damage in (
         {},
         {**state, "products": [["fp32", 1, 2, True]]},
@@ -212,10 +212,11 @@ def test_the_flag_is_refused_without_onednn(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    "products", [Products(True, True, True), Products(False, True, False), Products(True, False, True)]
+    "products",
+    [SecondKernelUse(True, True, True), SecondKernelUse(False, True, False), SecondKernelUse(True, False, True)],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bits_through_fp32_are_rounded_once(products: Products, dtype: torch.dtype) -> None:
+def test_16_bits_through_fp32_are_rounded_once(products: SecondKernelUse, dtype: torch.dtype) -> None:
     """What the second kernel computes is the exact result within one unit in the last place, as sums are in fp32.
 
     torch's own kernel rounds twice where there is a bias.
@@ -226,7 +227,7 @@ def test_16_bits_through_fp32_are_rounded_once(products: Products, dtype: torch.
     weight = torch.randn(o, i).to(dtype).requires_grad_()
     bias = torch.randn(o).to(dtype).requires_grad_()
     grad = torch.randn(3, 65, o).to(dtype)
-    options = Options(products={(dtype, o, i): products})
+    options = Options(second_kernel={(dtype, o, i): products})
     ours = linear(x, weight, bias, TRIVIAL_AXIS, options)
     wide = [each.detach().double().requires_grad_() for each in (x, weight, bias)]
     exact = F.linear(*wide)
@@ -250,7 +251,7 @@ def test_torch_may_add_to_the_gradient_of_a_weight_whose_product_it_computes() -
     mpu.declare(weight)
     mpu.spec_of(weight).accumulate_wgrad = accumulate
     for by_second in (False, True):
-        options = Options(products={(torch.float32, 6, 8): Products(False, True, by_second)})
+        options = Options(second_kernel={(torch.float32, 6, 8): SecondKernelUse(False, True, by_second)})
         linear(x, weight, None, TRIVIAL_AXIS, options).sum().backward()
     assert len(calls) == 1
     torch.testing.assert_close(calls[0], weight.grad)

@@ -231,7 +231,7 @@ def test_begins_in_tokens_count_the_consumed_tokens_if_samples_become_longer(
         saved = _resumed(longer, saved, reader, monkeypatch)
         assert [stage.in_samples(48).begin for stage in parse_stages(saved.data.data_stages or ())] == [0, 15]
         assert f"--train-samples {samples} + (T - {tokens}) / 48" in capsys.readouterr().out
-        batches = saved.batches(1)
+        batches = saved.batch_schedule(1)
         assert all(batches.size_at(n) == (2 if n < 15 else 4) for n in range(samples, 30))
 
 

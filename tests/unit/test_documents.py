@@ -240,7 +240,7 @@ def test_iterations_and_samples(tmp_path: Path) -> None:
 def test_past_iterations_have_the_sizes_that_were_logged(first: str, later: str, tmp_path: Path) -> None:
     """A resumed run may have a schedule without the sizes of the past, or with other ones."""
     base = ["--train-iters", "30", "--batch-size", "4", "--data-path", "a"]
-    truth = parse([*base, "--batch-size-schedule", first], {}).batches(1)
+    truth = parse([*base, "--batch-size-schedule", first], {}).batch_schedule(1)
     rows = [
         {"split": "train", "iteration": n, "consumed_samples": truth.advance(0, n), "consumed_tokens": 1}
         for n in (10, 20)

@@ -116,7 +116,7 @@ def _attached_to_a_run(feature: Guard, consumed: int, batch: int) -> Guard:
     """Return the feature in a run that has consumed `consumed` samples; data stages begin at samples 0 and 40."""
     run: Any = SimpleNamespace(
         state=TrainState(consumed_samples=consumed),
-        global_batch=batch,
+        global_batch_size=batch,
         sample_shape=(32, 0),
         datasets=(SimpleNamespace(begins=[0, 40]), None, None),
     )
