@@ -310,9 +310,10 @@ def _check_sibling_files(path: Path, tokenizer: Any) -> None:
     settings = read_tokenizer_config(path)
     pre_tokenizer = json.loads(tokenizer.to_str())["pre_tokenizer"]
     adds_space = _adds_prefix_space(pre_tokenizer)
-    if adds_space is not None and settings.get("add_prefix_space", adds_space) != adds_space:
+    configured = settings.get("add_prefix_space")  # null leaves the choice to tokenizer.json
+    if None not in (adds_space, configured) and configured != adds_space:
         raise TokenizerError(
-            f"{path.with_name(SETTINGS)} sets add_prefix_space to {settings['add_prefix_space']}, but {path.name} sets "
+            f"{path.with_name(SETTINGS)} sets add_prefix_space to {configured}, but {path.name} sets "
             f"it to {adds_space}; make the two files agree"
         )
 

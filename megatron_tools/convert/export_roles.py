@@ -29,9 +29,8 @@ DROPPED_KEYS = ("chat_template", "auto_map", "tokenizer_class", "tokenizer_file"
 QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# auto_map of an exported tokenizer_config.json. For Qwen2, Mistral, Mixtral and UMT5, AutoTokenizer ignores
-# tokenizer_class unless auto_map refers to Python code. The code that this entry refers to does not exist. It never
-# runs.
+# auto_map of an exported tokenizer_config.json. For many model types, AutoTokenizer ignores tokenizer_class unless
+# auto_map refers to Python code. The code that this entry refers to does not exist. It never runs.
 PLACEHOLDER_AUTO_MAP = {"AutoTokenizer": ["load_it_without_trust_remote_code.Tokenizer"] * 2}
 
 
@@ -98,8 +97,9 @@ def tokenizer_class_entries(vocab_path: Path, model_type: str, is_json: bool) ->
 
     is_json: whether the exported folder has a tokenizer.json.
     """
-    # For these types, AutoTokenizer chooses the class by the model type, unless auto_map names some code.
-    needs_placeholder = model_type in ("mistral", "mixtral", "umt5") and not is_json
+    # For all other types, AutoTokenizer of some releases chooses the class by the model type, unless auto_map names
+    # code: in transformers 5.3 to 5.5, for gpt2, qwen2_moe, qwen3 and qwen3_moe, too.
+    needs_placeholder = model_type not in ("llama", "t5", "mt5") and not is_json
     if model_type == "qwen2":
         if is_json and read_tokenizer_class(vocab_path) == "Qwen2Tokenizer" and _splits_like_qwen2(vocab_path):
             return {"tokenizer_class": "Qwen2Tokenizer"}

@@ -155,9 +155,11 @@ def _sentencepiece_settings(vocab_path: Path, tokenizer: Tokenizer, base_tokeniz
     if not isinstance(base_tokenizer, SentencePieceTokenizer):
         return {}
     settings = dict(base_tokenizer.settings)
-    is_t5_file = vocab_path.name == "spiece.model" and is_t5_model(base_tokenizer)
-    # T5Tokenizer numbers its sentinels as in the convention t5, and puts the end token after each text.
-    if isinstance(tokenizer, SentinelTokenizer) and tokenizer.convention == "t5" and is_t5_file:
+    if isinstance(tokenizer, SentinelTokenizer):
+        # T5Tokenizer numbers its sentinels as in the convention t5, and puts the end token after each text.
+        is_t5_file = vocab_path.name == "spiece.model" and is_t5_model(base_tokenizer)
+        if tokenizer.convention != "t5" or not is_t5_file:
+            return {}
         for key in DROPPED_KEYS:
             settings.pop(key, None)
         return {**settings, "tokenizer_class": "T5Tokenizer", "extra_ids": tokenizer.count}

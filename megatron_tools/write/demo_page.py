@@ -92,7 +92,7 @@ def _add_settings(args: argparse.Namespace) -> list[Any]:
         tokens = gr.Slider(1, most_tokens, args.max_new_tokens, step=1, label="Tokens 词元数")
     with gr.Row():
         temperature = gr.Slider(0, highest_temperature, args.temperature, step=0.05, label="Temperature")
-        top_p = gr.Slider(0.05, 1, args.top_p, step=0.05, label="Top-p (1: all)")
+        top_p = gr.Slider(min(0.05, args.top_p), 1, args.top_p, step=0.05, label="Top-p (1: all)")
     with gr.Row():
         top_k = gr.Slider(0, highest_top_k, args.top_k, step=1, label="Top-k (0: all)")
         seed = gr.Number(args.seed, precision=0, label="Seed 随机种子")

@@ -157,6 +157,14 @@ def test_what_stands_beside_a_tokenizer_is_not_passed_over(
         load_tokenizer(bpe(tmp_path, **settings))
 
 
+def test_null_leaves_the_space_in_front_to_the_tokenizer(tmp_path: Path) -> None:
+    """transformers 5 saves a Qwen2Tokenizer with add_prefix_space null."""
+    folder = bpe(tmp_path, add_prefix_space=None, tokenizer_class="Qwen2Tokenizer", eos_token="<|endoftext|>")
+    ours = load_tokenizer(folder)
+    assert ours.decode(ours.encode("a b")) == "a b"
+    load_tokenizer(bpe(tmp_path / "off", add_prefix_space=False))
+
+
 def test_tokens_added_in_another_file(tmp_path: Path) -> None:
     folder = bpe(tmp_path, add_prefix_space=False, added_tokens_decoder={"0": {"content": "<|endoftext|>"}})
     (tmp_path / "added_tokens.json").write_text('{"<|endoftext|>": 0}')
