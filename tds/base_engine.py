@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,27 +16,23 @@ from torch import Tensor
 from ._deepspeed import StockPipelineEngine, configure_compression
 from .average import WeightAverage
 from .batches import DataEnded
-from .clip import clip_by_norm
 from .distributed_optimizer import DistributedOptimizer
-from .engine_classes import ExtendedEngine
+from .engine_classes import ExtendedEngine, PipelineOverrides
 from .layout import make_rows_contiguous
 from .losses import Losses, SumToShare
 from .module_changes import KnownModel
 from .neighbours import Neighbours
 from .observers import Observers
 from .optimizer_state import drop_skipped_gradients
-from .optimizers import refuse_closures, refuse_foreign, skip_step
+from .optimizers import refuse_closures, refuse_foreign
 from .param_replicas import replica_squared_norm
-from .patches import is_reduction_replaced
 from .pipe import tied_weights
 from .reductions import Reduction
-from .saving import PipelineState, refuse_url
 from .sequential import chunk_of_weights
 from .sparse import make_dense, refuse_sparse, sparse_weights
 from .spikes import SpikeGuard
-from .start import prove_no_deadlock
 from .step import Step
-from .zero_settings import load_arguments, naming_keys, refuse_dtypes, refuse_quantization_on_cpus, refuse_unsupported
+from .zero_settings import naming_keys, refuse_dtypes, refuse_quantization_on_cpus, refuse_unsupported
 
 
 class Engine(ExtendedEngine):
@@ -155,7 +150,7 @@ class Engine(ExtendedEngine):
             raise
 
 
-class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
+class PipelineHooks(PipelineOverrides, Engine, StockPipelineEngine):  # type: ignore[misc]
     """DeepSpeed's pipeline engine with a gradient norm over all stages and complete checkpoints.
 
     Each rank computes its part of the squared norm. If `_squared_norm_to_share` returns it, the all-reduce that shares
@@ -165,10 +160,8 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
     observers: Observers
     _losses: Losses
     _reduction: Reduction
-    _saved_state: PipelineState
     _neighbours: Neighbours
     _step: Step  # the current or the last step
-    _proven_micro_batches: set[int]  # numbers of micro-batches with which no step can deadlock
     _norm_is_shared = False  # whether this step's all-reduce of the losses also summed the squared norm
 
     @property
@@ -190,22 +183,6 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent over stage boundaries since the engine was made."""
         return sum(sender.bytes_sent for sender in self._neighbours.senders.values())
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Set the global batch size of the next steps by changing the number of micro-batches. Call it between steps.
-
-        Raises ScheduleError if steps of this number of micro-batches could deadlock; the size then stays as it was.
-        """
-        old_size = self.train_batch_size()
-        super().set_train_batch_size(train_batch_size)
-        if self.micro_batches in self._proven_micro_batches:
-            return
-        try:
-            prove_no_deadlock(self.schedule, self, self._chunks)
-        except Exception:  # a schedule of the user may raise any
-            super().set_train_batch_size(old_size)
-            raise
-        self._proven_micro_batches.add(self.micro_batches)
 
     @property
     def loss_factor(self) -> int:
@@ -244,30 +221,8 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
         self._losses.read()
         return math.sqrt(self._losses.shared_sum_on_host)
 
-    def clip_fp32_gradients(self) -> None:
-        """Clip the gradients by the norm over all stages; DeepSpeed's method counts only the first stage's gradients.
-
-        If the norm is not finite, or the spike guard rejects the step, the optimizer is not called, so it changes no
-        weights, moments or step counts. All ranks have the same norm, so all of them skip the step. A
-        `torch.amp.GradScaler` skips such steps itself.
-        """
-        norm_on_device = self._global_norm()
-        clip_by_norm(self.module.parameters(), norm_on_device, self.gradient_clipping())
-        if self._norm_is_shared:
-            norm = self._read_norm()  # with all losses, in one copy from the device
-        else:
-            norm = norm_on_device.item()
-        self._global_grad_norm = norm
-        if self.torch_autocast_z0_gradscaler:  # it skips the step itself
-            return
-        if self.spike_guard:
-            norm = self.spike_guard.inf_if_spike(norm)
-        self.optimizer.overflow = not math.isfinite(norm)  # DeepSpeed counts this as a skipped step
-        if self.optimizer.overflow:
-            skip_step(self.optimizer)
-
     # DeepSpeed's `_exec_optimizer_step`, at the end of a schedule, calls in this order: this method, the one of
-    # `base_engine.Engine`, and DeepSpeed's, which clips by `clip_fp32_gradients` above and steps the optimizer.
+    # `base_engine.Engine`, and DeepSpeed's, which clips by `clip_fp32_gradients` and steps the optimizer.
     def _take_model_step(self, lr_kwargs: Any) -> None:
         if self.spike_guard:
             self._losses.read()  # until then, `named_losses` are those of the last step
@@ -317,22 +272,3 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
         if not self._is_last_stage:
             self._neighbours.to_next.send_end()
         end.everywhere = True
-
-    def buffered_allreduce_fallback(self, *args: Any, **kwargs: Any) -> None:
-        """Reduce the gradients over the replicas; for a single replica, skip DeepSpeed's copies of all gradients."""
-        if self.dp_world_size > 1 or is_reduction_replaced(type(self)):
-            super().buffered_allreduce_fallback(*args, **kwargs)
-
-    def save_checkpoint(self, save_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Save DeepSpeed's checkpoint, the partition of the layers, and state outside the layers (see saving.py)."""
-        refuse_url(save_dir)
-        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        self._saved_state.save(Path(save_dir, tag))
-        return super().save_checkpoint(save_dir, tag, *args, **kwargs)
-
-    def load_checkpoint(self, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Load a checkpoint. Raises ValueError for optimizer states of another partition of the layers."""
-        arguments = load_arguments(self, load_dir, tag, *args, **kwargs)
-        with_optimizer = arguments.get("load_optimizer_states", True) and not arguments.get("load_module_only")
-        self._saved_state.load(Path(load_dir), tag, with_optimizer, self.load_universal_checkpoint())
-        return super().load_checkpoint(**arguments)

@@ -1,8 +1,10 @@
 """The engine classes that `deepspeed.initialize` may choose, and those that a client derives from DeepSpeed's."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,12 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ._deepspeed import BF16_Optimizer, DeepSpeedEngine, StockPipelineModule, deepspeed
+from .clip import clip_by_norm
 from .layout import flattened_for_broadcast, flattened_scalars
 from .messages import say
 from .optimizer_state import wait_for_weights
+from .optimizers import skip_step
 from .param_replicas import holder_group
-from .patches import PACKAGE, foreign_name
-from .saving import refuse_url, warn_of_copies
+from .patches import PACKAGE, foreign_name, is_reduction_replaced
+from .saving import PipelineState, refuse_url, warn_of_copies
+from .start import prove_no_deadlock
 from .zero_settings import load_arguments
 
 
@@ -199,3 +204,67 @@ class ExtendedEngine(DeepSpeedEngine):  # type: ignore[misc]
             self._has_compared_buffers = True
             warn_of_copies(self.module, self.seq_data_parallel_group)
         return super().save_checkpoint(save_dir, *args, **kwargs)
+
+
+class PipelineOverrides(ExtendedEngine):
+    """Methods of DeepSpeed's engine in the form that a pipeline needs; this base class comes before `Engine`."""
+
+    _saved_state: PipelineState
+    _proven_micro_batches: set[int]  # numbers of micro-batches with which no step can deadlock
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Set the global batch size of the next steps by changing the number of micro-batches. Call it between steps.
+
+        Raises ScheduleError if steps of this number of micro-batches could deadlock; the size then stays as it was.
+        """
+        old_size = self.train_batch_size()
+        super().set_train_batch_size(train_batch_size)
+        if self.micro_batches in self._proven_micro_batches:
+            return
+        try:
+            prove_no_deadlock(self.schedule, self, self._chunks)
+        except Exception:  # a schedule of the user may raise any
+            super().set_train_batch_size(old_size)
+            raise
+        self._proven_micro_batches.add(self.micro_batches)
+
+    def clip_fp32_gradients(self) -> None:
+        """Clip the gradients by the norm over all stages; DeepSpeed's method counts only the first stage's gradients.
+
+        If the norm is not finite, or the spike guard rejects the step, the optimizer is not called, so it changes no
+        weights, moments or step counts. All ranks have the same norm, so all of them skip the step. A
+        `torch.amp.GradScaler` skips such steps itself.
+        """
+        norm_on_device = self._global_norm()
+        clip_by_norm(self.module.parameters(), norm_on_device, self.gradient_clipping())
+        if self._norm_is_shared:
+            norm = self._read_norm()  # with all losses, in one copy from the device
+        else:
+            norm = norm_on_device.item()
+        self._global_grad_norm = norm
+        if self.torch_autocast_z0_gradscaler:  # it skips the step itself
+            return
+        if self.spike_guard:
+            norm = self.spike_guard.inf_if_spike(norm)
+        self.optimizer.overflow = not math.isfinite(norm)  # DeepSpeed counts this as a skipped step
+        if self.optimizer.overflow:
+            skip_step(self.optimizer)
+
+    def buffered_allreduce_fallback(self, *args: Any, **kwargs: Any) -> None:
+        """Reduce the gradients over the replicas; for a single replica, skip DeepSpeed's copies of all gradients."""
+        if self.dp_world_size > 1 or is_reduction_replaced(type(self)):
+            super().buffered_allreduce_fallback(*args, **kwargs)
+
+    def save_checkpoint(self, save_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Save DeepSpeed's checkpoint, the partition of the layers, and state outside the layers (see saving.py)."""
+        refuse_url(save_dir)
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        self._saved_state.save(Path(save_dir, tag))
+        return super().save_checkpoint(save_dir, tag, *args, **kwargs)
+
+    def load_checkpoint(self, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Load a checkpoint. Raises ValueError for optimizer states of another partition of the layers."""
+        arguments = load_arguments(self, load_dir, tag, *args, **kwargs)
+        with_optimizer = arguments.get("load_optimizer_states", True) and not arguments.get("load_module_only")
+        self._saved_state.load(Path(load_dir), tag, with_optimizer, self.load_universal_checkpoint())
+        return super().load_checkpoint(**arguments)

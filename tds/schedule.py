@@ -125,9 +125,8 @@ def forward_only(stage: int, stages: int, micros: int, chunks: int = 1) -> Itera
 def forward_order(stages: int, micros: int, chunks: int) -> list[tuple[int, int]]:
     """Return the (micro, chunk) pairs in the order of the forward passes, which is the same on every stage.
 
-    Micro-batches go through the chunks in groups of at least `stages` and fewer than twice as many. With a smaller
-    group, the first stage would wait for micro-batches from the last. For example, 5 of them on 2 stages form the
-    groups (0, 1) and (2, 3, 4).
+    Micro-batches go through the chunks in groups of `stages` to 2 * `stages` - 1. With a smaller group, the first stage
+    would wait for micro-batches from the last. For example, 5 of them on 2 stages form the groups (0, 1) and (2, 3, 4).
     """
     order = []
     num_groups = max(micros // stages, 1)

@@ -11,10 +11,8 @@ from .corpus_paths import CorpusUse, Paths, corpus_uses, prefixes_of
 from .indexed_dataset import DatasetError
 from .splits import PARTS, parse_split, split_documents
 
-# (documents, "train", "valid" or "test") -> dataset
-DatasetFactory = Callable[[range, str], Any]
-# prefix of a corpus -> (number of documents, dataset factory)
-CorpusOpener = Callable[[str], tuple[int, DatasetFactory]]
+DatasetFactory = Callable[[range, str], Any]  # (documents, "train", "valid" or "test") -> dataset
+CorpusOpener = Callable[[str], tuple[int, DatasetFactory]]  # prefix -> (number of documents, dataset factory)
 
 
 def build_datasets(open_corpus: CorpusOpener, paths: Paths, split: str) -> tuple[tuple[Any, Any, Any], list[str]]:

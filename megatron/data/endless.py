@@ -1,8 +1,11 @@
 """Samples of any data set, with random numbers that depend on the sample's number alone."""
 
+import io
+import pickle
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.utils.data import Dataset, default_collate
 
 from ..seeds import derive_seed, keep_random_state, seed_generators
@@ -47,3 +50,31 @@ def collate(samples: list[Any]) -> Any:
             f"the samples of a micro-batch cannot be stacked ({error}); dataset[n] must return a dict of tensors, with "
             "the same shapes for any n"
         ) from error
+
+
+# Data workers send samples through pipes. torch would send tensors through shared memory and open files, of which
+# containers have little, and a run waits for ever for a tensor that cannot be sent.
+class _Pickler(pickle.Pickler):
+    """Pickler that copies the elements of tensors. For a slice, torch would copy all that its storage holds."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return NotImplemented
+        elements = value.detach().contiguous().view(-1)
+        return _tensor_of, (elements.view(torch.uint8).numpy(), value.dtype, value.shape)
+
+
+def _tensor_of(data: Any, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    return torch.from_numpy(data).view(dtype).view(shape)
+
+
+def pack(samples: list[Any]) -> bytes:
+    """Return the samples of a micro-batch as bytes, which a worker sends."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(samples)
+    return buffer.getvalue()
+
+
+def unpack(packed: bytes) -> Any:
+    """Return the micro-batch of samples that a worker has sent."""
+    return collate(pickle.loads(packed))

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from .endless import Endless, collate
-from .workers import block_signals, kill_workers_at_exit, pack, start_worker, unpack
+from .endless import Endless, collate, pack, unpack
+from .workers import block_signals, kill_workers_at_exit, start_worker
 
 
 @dataclass

@@ -1,26 +1,15 @@
-"""Data workers: what they send, and their start and end.
-
-Workers block signals, and exit when the training process exits. They send samples through pipes. torch would send
-tensors through shared memory and open files, of which containers have little, and a run waits for ever for a tensor
-that cannot be sent.
-"""
+"""Start and end of data workers: workers block signals, and exit when the training process exits."""
 
 import atexit
-import io
 import multiprocessing
 import os
-import pickle
 import re
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import wait
-from typing import Any
 
-import torch
-
-from .endless import collate
 from .tracker import start_tracker
 
 # Error of torch's DataLoader about a worker that ended.
@@ -37,32 +26,6 @@ def describe_worker_end(error: BaseException) -> str | None:
         f"the data worker with process id {match[1]} {cause}; if it has printed no error above, the machine may have "
         "too little memory: lower --num-workers, or pass --num-workers 0"
     )
-
-
-class _Pickler(pickle.Pickler):
-    """Pickler that copies the elements of tensors. For a slice, torch would copy all that its storage holds."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return NotImplemented
-        elements = value.detach().contiguous().view(-1)
-        return _tensor_of, (elements.view(torch.uint8).numpy(), value.dtype, value.shape)
-
-
-def _tensor_of(data: Any, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-    return torch.from_numpy(data).view(dtype).view(shape)
-
-
-def pack(samples: list[Any]) -> bytes:
-    """Return the samples of a micro-batch as bytes, which a worker sends."""
-    buffer = io.BytesIO()
-    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(samples)
-    return buffer.getvalue()
-
-
-def unpack(packed: bytes) -> Any:
-    """Return the micro-batch of samples that a worker has sent."""
-    return collate(pickle.loads(packed))
 
 
 @contextmanager

@@ -195,7 +195,6 @@ class NoPipeEngine:
             engine = self.deepspeed
             engine.eval()
             micro_batches, counts = self._read_batches(batches, self.gas)
-            num_targets = counts.wait().view(-1)[0].item()  # before `_nonzero_counts` replaces 0 by 1
             self._pass_mean_targets(counts, self.gas)  # a loss function may need the number before its first call
             # `loss` and `aux` become this replica's sums over all micro-batches.
             loss = torch.zeros((), dtype=torch.float64, device=engine.device)
@@ -203,7 +202,7 @@ class NoPipeEngine:
             for batch in micro_batches:
                 loss += self._loss(engine.module, batch).double()
                 self._add_aux(aux)
-            results = {"targets": num_targets, "loss": self._sum_over_replicas(loss).item()}
+            results = {"targets": counts.wait().view(-1)[0].item(), "loss": self._sum_over_replicas(loss).item()}
             for name in self._require_same_names(aux, "evaluation"):
                 results[name] = self._sum_over_replicas(aux[name]).item()
             return results
@@ -291,7 +290,7 @@ def _nonzero_counts(counts: Pending) -> Tensor:
 
     A batch without targets counts as 1 target.
     """
-    totals = counts.wait()
+    totals = counts.wait().clone()
     num_targets = totals.view(-1)[:1]
     num_targets += num_targets == 0
     return totals

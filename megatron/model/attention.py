@@ -68,9 +68,7 @@ class Attention(nn.Module):
             init_method=mpu.normal(output_std),
         )
 
-    def _build_projection(
-        self, config: ModelConfig, *factors: float, heads: int, bias: bool
-    ) -> mpu.ColumnParallelLinear:
+    def _new_projection(self, config: ModelConfig, *factors: float, heads: int, bias: bool) -> mpu.ColumnParallelLinear:
         """Build the projection h -> len(factors) x heads x d, with rows ordered by head, so each rank gets whole heads.
 
         factors: for each projected part (query, key or value), the factor of its initial weights.
@@ -126,7 +124,7 @@ class SelfAttention(Attention):
         group_size = config.num_attention_heads // config.key_value_heads  # query heads per key-value head
         query_factors = [config.query_factor] * group_size
         # Rows of a group: its queries, then a key and a value. Groups of 4 queries have 6 parts of `head_size` rows.
-        self.query_key_value = self._build_projection(
+        self.query_key_value = self._new_projection(
             config, *query_factors, 1.0, 1.0, heads=config.key_value_heads, bias=config.has_qkv_bias
         )
         width = config.width_factor

@@ -31,8 +31,8 @@ class CrossAttention(Attention):
     def __init__(self, config: ModelConfig, name: str, output_std: float) -> None:
         super().__init__(config, f"{name}.cross_attention", output_std, causal=False)
         heads = config.num_attention_heads
-        self.query = self._build_projection(config, config.query_factor, heads=heads, bias=config.hidden_bias)
-        self.key_value = self._build_projection(config, 1.0, 1.0, heads=heads, bias=config.hidden_bias)
+        self.query = self._new_projection(config, config.query_factor, heads=heads, bias=config.hidden_bias)
+        self.key_value = self._new_projection(config, 1.0, 1.0, heads=heads, bias=config.hidden_bias)
         mpu.spec_of(self.key_value.weight).fused = mpu.FusedRows((1, 1), self.head_size)
 
     def forward(

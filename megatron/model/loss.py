@@ -32,7 +32,7 @@ def targets_of(labels: Tensor, loss_mask: Tensor, extra: Mapping[str, Tensor] | 
 
 
 def extra_targets(targets: Targets) -> Mapping[str, Tensor]:
-    """Return the dict of further tensors of `Targets`, empty if there is none."""
+    """Return the dict of further tensors of `Targets`, such as `corpora` [b, c]; empty if there is none."""
     return targets[2] if len(targets) > 2 else {}
 
 

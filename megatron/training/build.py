@@ -83,8 +83,7 @@ def build_engine(
     with raise_on_all_ranks():
         check_model(model, task, config)
     is_pipeline = tds.pipe.is_pipeline(model)
-    # `check_model` accepts a plain module with --pipe-parallel-size 1, which is trained as without a pipeline. Then
-    # `config` and `resolved` differ from those of `plan`.
+    # `check_model` accepts a plain module with --pipe-parallel-size 1. It is trained as without a pipeline.
     if not is_pipeline and config.parallel.pipe_parallel_size:
         config = replace(config, parallel=replace(config.parallel, pipe_parallel_size=0))
         resolved = resolve(config, dist.get_world_size(), device_module.has_fast_bf16(plan.device))

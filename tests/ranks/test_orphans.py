@@ -1,22 +1,18 @@
 """No rank or data-loader worker outlives its launcher, whenever the launcher is killed."""
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Listener
 from pathlib import Path
 
 import pytest
 
-from megatron.data.workers import start_worker
-from tests.support import FULL, ROOT, on_ranks
+from tests.support import FULL, ROOT
 
 MARK = "TEST_OF_ORPHANS"
 
@@ -142,23 +138,3 @@ def test_nothing_is_left_of_a_run(
     launcher.kill()
     launcher.wait()
     assert wait_for(lambda: not living(mark), 15), living(mark)
-
-
-def _opens_socket(folder: str) -> None:
-    multiprocessing.current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined]  # forked with it
-    tempfile.tempdir = folder
-    start_worker()
-    Listener(family="AF_UNIX").close()  # as torch does, to send a tensor to another process
-
-
-def test_a_worker_opens_sockets_whatever_the_length_of_tmpdir(tmp_path: Path) -> None:
-    folder = tmp_path / ("x" * 110)
-    folder.mkdir()
-    on_ranks(1, _opens_socket, str(folder))
-
-
-def test_a_worker_without_a_temporary_folder_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nowhere"])
-    with pytest.raises(FileNotFoundError, match="temporary directory"):
-        start_worker()

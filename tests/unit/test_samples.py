@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron.data import sample_order as module
 from megatron.data.blend import BlendedDataset
+from megatron.data.endless import pack
 from megatron.data.gpt2_dataset import GPT2Dataset, build_train_valid_test_datasets
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.sample_order import SampleOrder, Windows
 from megatron.data.sampler import ConsecutiveSampler, build_loader
 from megatron.data.splits import parse_split, split_documents
-from megatron.data.workers import pack
 from megatron.seeds import seed_generators
 from tests.sentences import SENTENCES
 from tests.support import command
