@@ -147,7 +147,8 @@ def script(text: str, limits: Limits) -> str:
 
 
 RULES: dict[str, Rule] = {
-    "nfkc": nfkc, "control": control, "whitespace": whitespace, "mojibake": mojibake,
+    "mojibake": mojibake,  # first, because `control` removes signs of a wrong encoding
+    "nfkc": nfkc, "control": control, "whitespace": whitespace,
     "html": partial(_limit_share, html_characters, "max_markup", "html"),
     "base64": partial(_limit_share, encoded_characters, "max_encoded", "base64"),
     "urls": partial(_limit_share, url_characters, "max_urls", "urls"),

@@ -16,8 +16,11 @@ SUPPORTED = f"{', '.join(SUFFIXES)} (plain, {', '.join(COMPRESSED)})"
 AUTO = "auto"  # --encoding that finds the encoding of each file
 MAX_NAMED = 3  # number of skipped files that a message lists by name
 
-# How the journals and sidecars of tools/preprocess_data.py and the reports of tools/clean_corpus.py begin
-_TOOL_OUTPUT = re.compile(rb'{("job": "[0-9a-f]{64}", "state"|\n  "tokenizer": |\n  "read": \d+,\n  "read_chars")')
+# How the journals and sidecars of tools/preprocess_data.py and the reports of tools/clean_corpus.py begin, and the
+# file of its flag --dropped
+_TOOL_OUTPUT = re.compile(
+    rb'{("job": "[0-9a-f]{64}", "state"|\n  "tokenizer": |\n  "read": \d+,\n  "read_chars"|"reason": "[^"]*", "text": )'
+)
 
 
 class Source(NamedTuple):
@@ -203,8 +206,8 @@ def _supported_files(name: str, paths: Iterable[Path], notify: Callable[[str], N
 
 
 def _is_tool_output(path: str) -> bool:
-    """Return True for a report of tools/clean_corpus.py, and for a journal or sidecar of tools/preprocess_data.py."""
-    if not path.endswith(".json"):
+    """Return True for what tools/clean_corpus.py has dropped, its report, and a journal or sidecar of a corpus."""
+    if not path.endswith((".json", ".jsonl")):
         return False
     with open(path, "rb") as file:
         return _TOOL_OUTPUT.match(file.read(99)) is not None

@@ -5,7 +5,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 
 # Typical results of UTF-8 decoded as Latin-1 or GBK, and of GBK decoded as another encoding.
-_BROKEN = re.compile(r"\ufffd|锟斤拷|烫烫烫|屯屯屯|[ÃÂ][\u0080-\u00bf]|â€[œ\u009d™˜”]|ï»¿|[æåçè][\u0080-\u00bf]{2}")
+_BROKEN = re.compile(
+    r"\ufffd|锟斤拷|烫烫烫|屯屯屯|[ÃÂ][\u0080-\u00bf]|â(?:€[œ\u009d™˜”]|\u0080[\u0080-\u00bf])|ï»¿"
+    r"|[æåçè][\u0080-\u00bf]{2}"
+)
 _TAG = re.compile(
     r"</?(?:a|b|br|button|center|dd|div|dl|dt|em|embed|font|form|h[1-6]|head|hr|html|i|iframe|img|input|label|li|link|"
     r"meta|nav|object|ol|option|p|param|pre|script|section|select|small|span|strong|style|sub|sup|table|tbody|td|th|"
@@ -41,13 +44,13 @@ def broken_characters(text: str) -> int:
 def is_misread(text: str) -> bool:
     """Return True if the text was decoded throughout with a wrong encoding.
 
-    Detects UTF-8 decoded as GB18030, and GB18030 decoded as Latin-1, Big5 or UTF-8. Such text becomes Chinese when
-    it is encoded again and decoded correctly. If invalid bytes were dropped, a mixture of many scripts remains.
+    Detects UTF-8 and Big5 decoded as GB18030, and GB18030 decoded as Latin-1, Big5 or UTF-8. Such text becomes Chinese
+    when it is encoded again and decoded correctly. If invalid bytes were dropped, a mixture of many scripts remains.
     """
     # A look at the head alone decides whether the whole text is worth the time.
     if sum(map(len, _LATIN.findall(text[:20_000]))) >= 20:
         latin = "".join(_LATIN.findall(text))
-        if _becomes_chinese(latin, "latin-1", "gb18030"):
+        if len(latin) > 0.1 * len(text) and _becomes_chinese(latin, "latin-1", "gb18030"):
             return True
     sample = ""
     for match in _NON_ASCII.finditer(text):
@@ -55,7 +58,9 @@ def is_misread(text: str) -> bool:
         if len(sample) > MAX_EXAMINED:
             break
     sample = sample[:MAX_EXAMINED]
-    return _becomes_chinese(sample, "gb18030", "utf-8") or _is_gb18030_as_big5(sample) or _is_mixed(text)
+    if _becomes_chinese(sample, "gb18030", "utf-8"):
+        return True
+    return _swaps_chinese(sample, "big5", "gb18030") or _swaps_chinese(sample, "gb18030", "big5") or _is_mixed(text)
 
 
 def _becomes_chinese(text: str, wrong_encoding: str, true_encoding: str) -> bool:
@@ -68,19 +73,20 @@ def _becomes_chinese(text: str, wrong_encoding: str, true_encoding: str) -> bool
     return han > 4 and invalid < 0.5 * len(decoded) and 2 * han > len(decoded)
 
 
-def _is_gb18030_as_big5(text: str) -> bool:
-    """Return True if the text is probably GB18030 that was decoded as Big5.
+def _swaps_chinese(text: str, wrong_encoding: str, true_encoding: str) -> bool:
+    """Return whether a Chinese text was probably decoded in the other of two Chinese encodings.
 
-    In such a text, common Chinese characters are rare. They become frequent when the text is encoded to Big5 again and
-    decoded as GB18030.
+    In such a text, common Chinese characters are rare. They become frequent when it is encoded again and decoded
+    correctly.
     """
-    if len(text) < 20 or _common_characters(text) > 0.03 * len(text):
+    if len(text) < 20 or common_characters(text) > 0.03 * len(text):
         return False
-    decoded = text.encode("big5", "replace").decode("gb18030", "replace")
-    return _common_characters(decoded) > 0.15 * len(decoded)
+    decoded = text.encode(wrong_encoding, "replace").decode(true_encoding, "replace")
+    return common_characters(decoded) > 0.1 * len(decoded)
 
 
-def _common_characters(text: str) -> int:
+def common_characters(text: str) -> int:
+    """Return the number of frequent Chinese characters, which make up about a quarter of a Chinese text."""
     return len(_COMMON.findall(text))
 
 

@@ -13,6 +13,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 from megatron.packages import pip_install
 
+from .quality import common_characters
+
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 MAX_BYTES = 1 << 20  # maximum number of decompressed bytes in memory per file
 XZ_MEMORY_LIMIT = 1 << 30  # memory limit of the .xz decompressor in bytes; an .xz header may request a huge dictionary
@@ -261,9 +263,14 @@ _PRINTABLE_ASCII = re.compile(r"[ -~\t\r\n]")
 
 
 def _is_chinese(raw: bytes, encoding: str) -> bool:
-    """Return True if over nine of ten characters are typical of Chinese text and at least one is Chinese."""
+    """Return True if over nine of ten characters are typical of Chinese text and at least one is Chinese.
+
+    A longer text must also contain frequent characters: Japanese and Korean files decode to rare ones.
+    """
     text = raw.decode(encoding, "replace")
     num_chinese = len(_CHINESE.findall(text))
+    if num_chinese > 50 and common_characters(text) < 0.03 * num_chinese:
+        return False
     num_ascii = len(_PRINTABLE_ASCII.findall(text))
     return num_chinese > 0 and (num_chinese + num_ascii) * 10 > 9 * len(text)
 

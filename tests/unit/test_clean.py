@@ -24,6 +24,7 @@ CODE = (
     "print(x)\n    print(x)"
 )
 CHINESE = "春眠不觉晓，处处闻啼鸟。夜来风雨声，花落知多少。"
+TRADITIONAL = "這是一個關於中文的故事。我們在這裡說的話和寫下來的字，都是人們自己的，不是他的，也不是大家的。"
 HTML = '<div class="item"><a href="/x.html" target="_blank">新闻</a>&nbsp;<span style="color:red">更多</span></div>\n'
 BASE64 = "\n".join("iVBORw0KGgoAAAANSUhEUgAAAAUAAAAFCAYAAACNbyblAAAAHElEQVQI12P4" for _ in range(3))
 
@@ -60,6 +61,9 @@ def test_what_is_mended(before: str, after: str) -> None:
         (CHINESE.encode().decode("gb18030", "replace"), "mojibake"),
         (CHINESE.encode().decode("gb18030", "ignore"), "mojibake"),
         (CHINESE.encode("gb18030").decode("latin-1"), "mojibake"),
+        ("“It’s the whale’s skeleton,” he said.".encode().decode("latin-1"), "mojibake"),
+        (TRADITIONAL.encode("big5").decode("gb18030", "replace"), "mojibake"),
+        (TRADITIONAL.encode("big5").decode("gb18030", "ignore"), "mojibake"),
         (HTML * 2, "html"),
         ("A picture: " + BASE64, "base64"),
         ("https://example.org/a/b?c=1\n" * 3 + "www.example.org/x", "urls"),
@@ -85,6 +89,7 @@ def test_what_is_dropped_and_why(text: str, reason: str) -> None:
 
 KEPT = [
     CHINESE,
+    "The letters of a word are ASCII, and in POSIX mode also ßàáâãäåæçèéêëìíîïðñòóôõöøùúûüýþÿ. " + " ".join(f"Comment {n}." for n in range(90)),
     "Müller, Größe, naïve café; “Où est-il?” — ŸžŠ, ÅÄÖ and ½ of ¿qué?, ªº, þorn, íslenskt mál á ég ætla að fara heim",
     "繁體中文：涓滴之水，鐵杵磨針，鏄鎛鐘鳴，浣紗溪畔。",
     "这里有一个链接 https://example.org/a/very/long/path?with=many&parameters=1 和一些文字，还有更多的文字，足够长了吧，再来一句。",

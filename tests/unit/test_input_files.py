@@ -65,7 +65,7 @@ def test_a_link_to_a_file_that_is_read_is_skipped_with_a_message(tmp_path: Path)
 def test_auto_finds_the_encoding_of_each_file(tmp_path: Path, compressed: bool) -> None:
     """Files in four encodings give the same documents, also if the first megabyte ends within a character."""
     text = "清晨，小明在学校门口等最后一班船，ABC 听见远处有人唱歌。\n谁在旧书店里写信？"
-    long = "".join(f"第{number}句，" for number in range(150_000))
+    long = "".join(f"这是第{number}句，" for number in range(150_000))
     encodings = ["utf-8", "gb18030", "utf-16", "utf-16-le"]
     for number, encoding in enumerate(encodings):
         content = f"{text}\n\nplain English text\n\n{long}".encode(encoding)
@@ -83,6 +83,20 @@ def test_a_character_that_the_first_megabyte_cuts_does_not_change_the_encoding(t
     path = tmp_path / "x.txt"
     path.write_bytes(b"plain English text ".ljust(2**20 - 2, b"a") + "\u2014 end\n".encode())
     assert detect_encoding(str(path)) == "utf-8"
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding"),
+    [
+        ("すべての人間は、生れながらにして自由であり、かつ、尊厳と権利とについて平等である。" * 9, "shift_jis"),
+        ("모든 국민은 인간으로서의 존엄과 가치를 가지며 행복을 추구할 권리를 가진다. " * 9, "euc_kr"),
+        ("天地玄黄，宇宙洪荒。日月盈昃，辰宿列张。寒来暑往，秋收冬藏。" * 9, "gb18030"),
+    ],
+)
+def test_japanese_and_korean_files_are_not_taken_for_chinese(text: str, encoding: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.txt"
+    path.write_bytes(text.encode(encoding))
+    assert detect_encoding(str(path)) == ("gb18030" if encoding == "gb18030" else "utf-8")  # "utf-8" ends in an error
 
 
 @pytest.mark.parametrize("blank", ["\u3000", "\f", "\u00a0", MARK, " \t"])

@@ -144,6 +144,7 @@ def test_a_bad_line_is_left_out_by_the_run_that_goes_on(start: Callable[..., Non
         start("b", "--input", str(tmp_path))
     kept(tmp_path)
     (tmp_path / "x.jsonl.report.json").write_text(json.dumps({"read": 1, "read_chars": 1}, indent=2))
+    (tmp_path / "dropped.jsonl").write_text(json.dumps({"reason": "too short", "text": "x"}) + "\n")
     start("b", "--on-error", "skip", "--input", str(tmp_path))
     start("a", "--on-error", "skip", "--input", str(tmp_path))
     assert written(tmp_path, "b") == written(tmp_path, "a")
