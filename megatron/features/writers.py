@@ -6,6 +6,7 @@ Each destination has its own flag. Its package is imported only if the destinati
 import contextlib
 import importlib.util
 import os
+import re
 import signal
 import sys
 import threading
@@ -274,7 +275,9 @@ class MLflow:
 
     def write(self, iteration: int, numbers: Mapping[str, float]) -> None:
         """Log the numbers of one row in one call."""
-        self._mlflow.log_metrics(dict(numbers), step=iteration)
+        # MLflow refuses other characters, such as those of the corpus c++.
+        named = {re.sub(r"[^/\w.\- :]", "_", name): value for name, value in numbers.items()}
+        self._mlflow.log_metrics(named, step=iteration)
 
     def close(self) -> None:
         """End the MLflow run."""

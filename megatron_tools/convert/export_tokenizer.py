@@ -163,7 +163,10 @@ def _sentencepiece_settings(vocab_path: Path, tokenizer: Tokenizer, base_tokeniz
         for key in DROPPED_KEYS:
             settings.pop(key, None)
         return {**settings, "tokenizer_class": "T5Tokenizer", "extra_ids": tokenizer.count}
-    if base_tokenizer.is_llama and vocab_path.name == "tokenizer.model":
+    # LlamaTokenizer neither normalises text nor merges spaces.
+    facts = base_tokenizer.facts
+    leaves_texts = facts.normalization == "identity" and not facts.merges_spaces and facts.algorithm == "bpe"
+    if leaves_texts and base_tokenizer.is_llama and vocab_path.name == "tokenizer.model":
         settings.pop("chat_template", None)
         return settings
     return {}

@@ -89,7 +89,8 @@ def test_what_is_dropped_and_why(text: str, reason: str) -> None:
 
 KEPT = [
     CHINESE,
-    "The letters of a word are ASCII, and in POSIX mode also ßàáâãäåæçèéêëìíîïðñòóôõöøùúûüýþÿ. " + " ".join(f"Comment {n}." for n in range(90)),
+    "The letters of a word are ASCII, and in POSIX mode also ßàáâãäåæçèéêëìíîïðñòóôõöøùúûüýþÿ. "
+    + " ".join(f"Comment {n}." for n in range(90)),
     "Müller, Größe, naïve café; “Où est-il?” — ŸžŠ, ÅÄÖ and ½ of ¿qué?, ªº, þorn, íslenskt mál á ég ætla að fara heim",
     "繁體中文：涓滴之水，鐵杵磨針，鏄鎛鐘鳴，浣紗溪畔。",
     "这里有一个链接 https://example.org/a/very/long/path?with=many&parameters=1 和一些文字，还有更多的文字，足够长了吧，再来一句。",

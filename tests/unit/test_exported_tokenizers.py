@@ -263,6 +263,29 @@ def test_autotokenizer_loads_the_exported_model_of_a_t5(model_type: str, tmp_pat
         transformers.AutoTokenizer.from_pretrained(output)
 
 
+@pytest.mark.parametrize(
+    "options", [{"remove_extra_whitespaces": True}, {"normalization_rule_name": "nmt_nfkc"}, {"model_type": "unigram"}]
+)
+def test_a_llama_model_that_changes_texts_is_not_exported_to_llamatokenizer(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    plain = {"model_type": "bpe", "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter("".join(texts(random.Random(1), 120)).split("\n")), model_writer=model, minloglevel=2,
+        vocab_size=500, hard_vocab_limit=False, byte_fallback=True, num_threads=1, **plain | options,
+    )  # fmt: skip
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(model.getvalue())
+    about = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "legacy": False}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
+    output = tmp_path / "out"
+    output.mkdir()
+    exported(output, load_tokenizer(str(path)), path, "llama")
+    with pytest.raises(Exception, match=r"tokenizer\.model"):
+        transformers.AutoTokenizer.from_pretrained(output)
+
+
 @pytest.mark.parametrize("convention", ["t5", "cpm"])
 def test_an_exported_t5_reads_and_begins_texts_as_in_training(convention: str, tmp_path: Path) -> None:
     """The source puts a start and an end token around each text, has no sentinels, and names another decoder start."""

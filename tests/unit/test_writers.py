@@ -113,6 +113,9 @@ def test_mlflow_gets_a_line_and_the_same_run_goes_on(tmp_path: Path, monkeypatch
     assert max(map(len, logged)) <= 100
     assert {**logged[0], **logged[1]}.keys() <= writers.flat_settings(config()).keys()
     assert mlflow.named("log_metrics")[0] == (({"train/lm_loss": 7.5, "train/lr": 0.001},), {"step": 10})
+    writer = writers.MLflow(parse([]), tmp_path, 20)
+    writer.write(30, {"train/c++ (1)/lm_loss": 1.0, "train/春天/lm_loss": 2.0})  # MLflow takes letters of any script
+    assert mlflow.named("log_metrics")[-1][0] == ({"train/c__ _1_/lm_loss": 1.0, "train/春天/lm_loss": 2.0},)
 
 
 def test_tensorboard_gets_texts(tmp_path: Path) -> None:
