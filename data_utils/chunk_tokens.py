@@ -148,7 +148,7 @@ def _mask_spans(chunk: Chunk, texts: list[str]) -> list[PairTokens]:
     encoded = _Worker.tokenizer.encode_batch(texts)
     for number, ids in enumerate(encoded):
         seed = (args.seed, chunk.source.number, chunk.start, number)
-        whole = np.append(ids, _Worker.eod)
+        whole = np.concatenate([_Worker.start, ids, _Worker.eod])
         masked = mask_document(whole, vocab_size, args.noise_density, args.mean_span_length, seed)
         for column, piece in zip(columns, masked, strict=True):
             column.append(piece)

@@ -5,7 +5,7 @@ import gzip
 import json
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -28,7 +28,7 @@ from .cli import (
 )
 from .dedup import ExactDuplicates, Fingerprints, fingerprint, shingles
 from .documents import Chunk, counted_documents
-from .files import check_outputs, find_files
+from .files import check_outputs, find_files, is_compressed
 from .near_duplicates import NearDuplicates, minhash_signature
 from .parallel import ordered_map
 from .progress import Progress
@@ -155,12 +155,16 @@ def kept_lines(args: argparse.Namespace, report: Report) -> Iterator[bytes]:
     """Clean and deduplicate the input, yield each kept document as a line of JSON, and count documents in `report`."""
     exact = ExactDuplicates() if _drops_equal_texts(args) else None
     near = NearDuplicates(args.similarity) if args.near_duplicates else None
-    pending = all_chunks(args, find_files(args.input, args.encoding))
+    sources = find_files(args.input, args.encoding)
+    if not args.no_shuffle and any(source.weight > 1 for source in sources):
+        print("note: copies are spread over the output; --split would train on documents of its validation part")
+    pending = all_chunks(args, sources)
     with Progress[bytes](unit="B", unit_scale=True, desc="cleaning", disable=args.quiet) as progress:
         for cleaned in ordered_map(clean_chunk, pending, args.workers, _start_worker, (args,), args.ray):
             for bad in cleaned.bad:
                 if args.on_error == "stop":
                     raise unreadable_error(bad)
+                report.read += 1
                 report.record_dropped("unreadable", str(bad))
             for original, outcome, fingerprints, copies in cleaned.documents:
                 reason = outcome.reason
@@ -200,15 +204,21 @@ def main(args: argparse.Namespace) -> None:
         raise ValueError(f"--output {output} must end with .jsonl or .jsonl.gz")
     if args.similarity != 0.8 and not args.near_duplicates:  # 0.8 is the default
         raise ValueError("--similarity has no effect without --near-duplicates")
+    if args.script != "Han" and not args.min_script:  # the default
+        raise ValueError("--script has no effect without --min-script")
+    if args.dropped and is_compressed(args.dropped):
+        raise ValueError(f"--dropped {args.dropped} is not compressed: leave out its last suffix")
     if both := set(args.on) & set(args.off):
         raise ValueError(f"--on and --off both name {both.pop()}; leave one of them out")
     check_outputs(args.input, [args.output, args.dropped], args.encoding)
     output.parent.mkdir(parents=True, exist_ok=True)
-    open_output = gzip.open if output.suffix == ".gz" else open
     with atomic_file(output) as temporary, _open_atomically(args.dropped) as dropped:
         report = Report(dropped, args.dropped)
         # Without this name, an error of the output would get the name of --dropped, whose context is the inner one.
-        with name_in_errors(output), open_output(temporary, "wb") as file:
+        with name_in_errors(output), open(temporary, "wb") as plain, ExitStack() as stack:
+            file: Any = plain
+            if output.suffix == ".gz":  # without the time and the temporary name, so that equal runs write equal files
+                file = stack.enter_context(gzip.GzipFile(output.stem, "wb", fileobj=plain, mtime=0))
             lines = kept_lines(args, report)
             if not args.no_shuffle:
                 lines = shuffled(lines, args.seed, str(output.parent))

@@ -8,15 +8,16 @@ SHINGLE = 5
 
 
 class _Letters(dict[int, str]):
-    """Table of str.translate that removes all but letters and digits, and makes letters equal that differ in case.
+    """Table of str.translate that removes all but letters, digits and symbols, and makes letters of both cases equal.
 
-    Combining marks count as letters because Hindi and Thai write vowels as combining marks. The table is filled as
-    characters are met: a regular expression with all marks is five times as slow.
+    Symbols such as < and > are the difference between two formulas or lines of code. Combining marks count as letters
+    because Hindi and Thai write vowels as combining marks. The table is filled as characters are met: a regular
+    expression with all marks is five times as slow.
     """
 
     def __missing__(self, code: int) -> str:
         char = chr(code)
-        is_kept = char.isalnum() or category(char).startswith("M")
+        is_kept = char.isalnum() or category(char)[0] in "MS"
         self[code] = char.casefold() if is_kept else ""
         return self[code]
 

@@ -50,6 +50,8 @@ def parse_document(raw: bytes, source: Source, keys: Sequence[str] | ExtractText
         if not isinstance(value, str):
             others = [brief(name, 40) for name, other in record.items() if isinstance(other, str)]
             hint = f", but under {shorten_list(others, 5)}: pass that as --json-key" if others else ""
+            if key in record:
+                hint = f", but {brief(json.dumps(value), 40)}"
             raise ValueError(f"the record has no text under the key {key!r}{hint}")
         # Only an escape can write half of a surrogate pair, and the check of every text would take time.
         if "\\u" in text or "\\U" in text:

@@ -105,7 +105,8 @@ def _verify_pair(prefix: str, args: argparse.Namespace) -> list[str]:
             problems.append(f"{prefix}.bin was made with another tokenizer than --vocab-file {args.vocab_file}")
         elif mismatch := eod_mismatch(metadata, tokenizer, args.vocab_file):
             problems.append(f"{prefix}.bin {mismatch}")
-        checked.append("tokenizer")
+        if metadata:
+            checked.append("tokenizer")
     if is_masked:
         vocab_size = None  # ids of sentinels follow the vocabulary, in any number
     limit = 2 if is_loss else vocab_size  # a loss mask holds 0 and 1

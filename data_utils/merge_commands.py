@@ -22,11 +22,18 @@ def merge_pairs(args: argparse.Namespace) -> None:
     """Run the command `merge`: concatenate several .bin/.idx pairs into one."""
     given = list(corpus_prefixes(args.prefixes))
     prefixes = [prefix for prefix in given if whole_of(prefix) not in given]  # a pattern also matches loss masks
+    endings = {prefix.removeprefix(whole_of(prefix) or prefix) for prefix in prefixes}
+    if len(endings) > 1:
+        raise ValueError(f"{', '.join(prefixes)} hold different things: merge the pairs of each ending by themselves")
     sidecars = list(map(read_sidecar, prefixes))
     present = list(filter(None, sidecars))
     pairs = list(map(pair_prefixes, prefixes))
     _check_mergeable(", ".join(prefixes), present, pairs)
-    metadata = dict(present[0]) if present else {}
+    metadata = {}
+    if len(present) == len(sidecars):
+        metadata = dict(present[0])
+    elif present:
+        print("note: some of these pairs have no sidecar, so the new one does not record the tokenizer")
     dates = sorted({each["chat_date"] for each in present if each.get("chat_date")})
     if dates:
         metadata["chat_date"] = dates[-1]

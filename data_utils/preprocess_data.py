@@ -343,7 +343,8 @@ def build_parser() -> Parser:
         "--json-key",
         nargs="+",
         default=["text"],
-        help="keys of a record whose texts are tokenized, each key into its own pair (default: text)",
+        help="keys of a record whose texts are tokenized, each key into its own pair; a record with an empty text under "
+        "one of them is skipped (default: text)",
     )
     add("--split-sentences", action="store_true", help="store sentences as separate sequences in PREFIX_KEY_sentence")
     add_worker_flags(parser)
