@@ -129,20 +129,17 @@ class ChatEncoder:
         return buffer.ids, buffer.loss_mask
 
     def _add(self, buffer: _TokenBuffer, piece: Piece) -> None:
-        """Add a piece's text and its special tokens, which alternate in `_split_at_names`."""
-        for index, part in enumerate(self._split_at_names(piece)):
-            if index % 2:
+        """Add a piece's text and the special tokens that it names."""
+        parts = [piece.text]
+        if piece.is_markup:
+            parts = self._markup_names.split(piece.text)
+        elif piece.in_loss:
+            parts = self._answer_names.split(piece.text)
+        for index, part in enumerate(parts):
+            if index % 2:  # names of tokens stand between the texts
                 buffer.add_token(self._tokenizer.marks[part], piece.in_loss)
             else:
                 buffer.add_text(part, piece.in_loss)
-
-    def _split_at_names(self, piece: Piece) -> list[str]:
-        """Split a piece into text (even indices) and token names (odd indices)."""
-        if piece.is_markup:
-            return self._markup_names.split(piece.text)
-        if piece.in_loss:
-            return self._answer_names.split(piece.text)
-        return [piece.text]
 
 
 def missing_chatml_tokens(template: Template, tokenizer: Tokenizer) -> list[str]:
@@ -160,9 +157,9 @@ def ignores_generation_prompt(template: Template) -> bool:
         return False
     try:
         prompt = template.render([question], add_generation_prompt=True)
-        if prompt != template.render([question], add_generation_prompt=False):
+        if prompt != template.render([question]):
             return False
-        conversation = template.render([question, Message("assistant", PLACEHOLDER)], add_generation_prompt=False)
+        conversation = template.render([question, Message("assistant", PLACEHOLDER)])
     except ValueError:  # the template rejects a question without a system prompt
         return False
     header = conversation.partition(PLACEHOLDER)[0].removeprefix(prompt)
@@ -177,6 +174,6 @@ def turn_end(template: Template, tokenizer: Tokenizer) -> int | None:
     after = END
     if isinstance(template, JinjaTemplate):
         conversation = [Message("user", "a"), Message("assistant", PLACEHOLDER)]
-        after = template.render(conversation, add_generation_prompt=False).rpartition(PLACEHOLDER)[2]
+        after = template.render(conversation).rpartition(PLACEHOLDER)[2]
     name = any_name_pattern(tokenizer.marks).match(after.lstrip())
     return tokenizer.marks[name[0]] if name else None

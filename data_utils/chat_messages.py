@@ -33,12 +33,12 @@ class Message(NamedTuple):
     def for_template(self) -> dict[str, Any]:
         """Return the turn as templates of transformers get it, with its reasoning under both names that they use."""
         # Templates handle a missing key, but may write "None" for a null value.
-        entry = {key: value for key, value in self.entry.items() if value is not None}
+        entry = {key: value for key, value in self.as_dict().items() if value is not None}
         for key in REASONING_KEYS:
             if key in entry:
                 entry = {"thinking": entry[key], **entry, "reasoning_content": entry[key]}
                 break
-        return {**entry, "role": self.role, "content": self.content}
+        return entry
 
 
 def refuse_unrendered(entry: Mapping[str, Any], template: str) -> None:

@@ -135,36 +135,27 @@ class JinjaTemplate:
         return self._blocks.exist
 
     def pieces(self, messages: Messages) -> Pieces:
-        """Return the rendered conversation in pieces.
+        """Return the rendered conversation in pieces; without `{% generation %}`, those of the assistant count.
 
         Raises ValueError if a template without `{% generation %}` changes the text of earlier turns in a later turn,
         if a template with such blocks renders none of them, or renders them at unknown places, or if the template does
         not name a key of a message.
         """
-        if not self.has_blocks:
-            return self.turns(messages)
         self._refuse_names(messages)
-        rendered = self.render(messages, add_generation_prompt=False)
-        return self._marked(messages, rendered, self._blocks.ranges_in(rendered))
-
-    def turns(self, messages: Messages) -> Pieces:
-        """Return the rendered conversation in pieces of which those of the assistant count, whatever blocks mark.
-
-        Raises ValueError if a turn changes the text of earlier turns.
-        """
-        self._refuse_names(messages)
-        rendered = self.render(messages, add_generation_prompt=False)
+        rendered = self.render(messages)
+        if self.has_blocks:
+            return self._marked(messages, rendered, self._blocks.ranges_in(rendered))
         start = 0
         pieces: list[Piece] = []
         for number, message in enumerate(messages):
             if message.role != "assistant":
                 continue
-            after = self.render(messages[: number + 1], add_generation_prompt=False)
+            after = self.render(messages[: number + 1])
             # Many templates read messages[0], so they cannot render the empty conversation before a first answer.
             if number:
                 before = self.render(messages[:number], add_generation_prompt=True)
             else:
-                marked = self.render([Message("assistant", PLACEHOLDER)], add_generation_prompt=False)
+                marked = self.render([Message("assistant", PLACEHOLDER)])
                 # The message's own reasoning may replace an empty thought of the template.
                 before = commonprefix([marked.partition(PLACEHOLDER)[0], after])
             extends_earlier_text = after.startswith(before) and rendered.startswith(after) and len(before) >= start
@@ -249,8 +240,8 @@ class JinjaTemplate:
         """
         system, question, answer = (Message(role, PLACEHOLDER) for role in ROLES)
         try:
-            question_text = self.render([question], add_generation_prompt=False)
-            conversation = self.render([question, answer], add_generation_prompt=False)
+            question_text = self.render([question])
+            conversation = self.render([question, answer])
             prompt = self.render([question], add_generation_prompt=True)
         except TemplateLimitError:
             raise
@@ -259,7 +250,7 @@ class JinjaTemplate:
         # All markup around the user, and what follows the answer of the assistant.
         delimiters = conversation.rpartition(PLACEHOLDER)[2]
         try:  # the words of a default system message may name tokens that delimit nothing, so pass a message
-            delimiters += self.render([system, question], add_generation_prompt=False)
+            delimiters += self.render([system, question])
         except ValueError:  # some templates reject system messages
             delimiters += question_text
         names = {*self._tokenizer.specials, *self._marks.findall(delimiters)}
@@ -269,7 +260,7 @@ class JinjaTemplate:
             names.add(opening[0])
         return any_name_pattern(names)
 
-    def render(self, messages: Messages, add_generation_prompt: bool) -> str:
+    def render(self, messages: Messages, add_generation_prompt: bool = False) -> str:
         """Return the rendered conversation; add_generation_prompt: end it where the assistant's next answer begins."""
         values = {
             "messages": [message.for_template() for message in messages],

@@ -30,12 +30,10 @@ def sidecar_entries(args: argparse.Namespace, tokenizer: Tokenizer) -> dict[str,
     return entries
 
 
-def with_chat_date(args: argparse.Namespace, state: Mapping[str, Any]) -> argparse.Namespace:
-    """Return the flags with `chat_date` set: the value of --chat-date, else the date of the resumed run, else now."""
-    if args.objective != "sft":
-        return args
-    now = args.chat_date or state.get("chat_date") or datetime.now().isoformat(timespec="seconds")
-    return argparse.Namespace(**{**vars(args), "chat_date": now})
+def set_chat_date(args: argparse.Namespace, state: Mapping[str, Any]) -> None:
+    """Without --chat-date, set it to the date of the resumed run, else to the current time."""
+    if args.objective == "sft":
+        args.chat_date = args.chat_date or state.get("chat_date") or datetime.now().isoformat(timespec="seconds")
 
 
 def check_flags(args: argparse.Namespace) -> None:

@@ -26,7 +26,7 @@ from .cli import (
     run,
     unreadable_error,
 )
-from .dedup import ExactDuplicates, Fingerprints, fingerprint, shingles
+from .dedup import ExactDuplicates, fingerprint, shingles
 from .documents import Chunk, counted_documents
 from .files import check_outputs, find_files, is_compressed
 from .near_duplicates import NearDuplicates, minhash_signature
@@ -43,11 +43,15 @@ EXAMPLES = """\
 
 
 class CleanedDocument(NamedTuple):
-    """A document after the rules. copies: how many times it is used, by the weight of its file."""
+    """A document after the rules.
+
+    fingerprints: reason for which a later document with an equal or similar fingerprint is dropped -> fingerprint.
+    copies: how many times the document is used, by the weight of its file.
+    """
 
     original: str
     outcome: Outcome
-    fingerprints: Fingerprints
+    fingerprints: dict[str, Any]
     copies: int
 
 
@@ -76,20 +80,19 @@ def _start_worker(args: argparse.Namespace) -> None:
     _Worker.limits = Limits(**limits)
 
 
-def _drops_equal_texts(args: argparse.Namespace) -> bool:
-    return "exact-duplicates" not in args.off
-
-
-def _fingerprints_of(text: str | None) -> Fingerprints:
-    """Return a document's fingerprints for deduplication.
+def _fingerprints_of(text: str | None) -> dict[str, Any]:
+    """Return a document's fingerprints for deduplication; {} for a document that a rule has dropped.
 
     Worker processes compute the fingerprints, to relieve the main process, which compares them.
     """
+    fingerprints: dict[str, Any] = {}
     if text is None:
-        return Fingerprints()
-    exact = fingerprint(text) if _drops_equal_texts(_Worker.args) else 0
-    near = minhash_signature(shingles(text)) if _Worker.args.near_duplicates else None
-    return Fingerprints(exact, near)
+        return fingerprints
+    if "exact-duplicates" not in _Worker.args.off:
+        fingerprints["exact duplicate"] = fingerprint(text)
+    if _Worker.args.near_duplicates:
+        fingerprints["near duplicate"] = minhash_signature(shingles(text))
+    return fingerprints
 
 
 def clean_chunk(chunk: Chunk) -> Cleaned:
@@ -110,18 +113,17 @@ def clean_chunk(chunk: Chunk) -> Cleaned:
 class Report:
     """Counts of documents read, kept, dropped and changed."""
 
-    def __init__(self, dropped: IO[str] | None, path: str | None) -> None:
+    def __init__(self, dropped: IO[str] | None) -> None:
         self.read = self.read_chars = self.kept = self.kept_chars = 0
         self.reasons: Counter[str] = Counter()
         self.changed: Counter[str] = Counter()
         self._dropped = dropped
-        self._path = path
 
     def record_dropped(self, reason: str, text: str) -> None:
         """Count a dropped document, and write it to the file that --dropped names, if any."""
         self.reasons[reason] += 1
-        if self._dropped and self._path:
-            with name_in_errors(self._path):
+        if self._dropped:
+            with name_in_errors(self._dropped.name):  # the temporary name, which `atomic_file` replaces
                 self._dropped.write(json.dumps({"reason": reason, "text": text}, ensure_ascii=False) + "\n")
 
     def content(self) -> dict[str, Any]:
@@ -142,19 +144,9 @@ class Report:
         yield f"{'kept':<24}{self.kept:>12,} documents {self.kept_chars:>15,} characters ({share:.1%})"
 
 
-def _duplicate_reason(fingerprints: Fingerprints, exact: ExactDuplicates | None, near: NearDuplicates | None) -> str:
-    """Return why a document is dropped as a duplicate of an earlier one, or "" for a new one, which is then stored."""
-    if exact and exact.check_and_add(fingerprints.exact):
-        return "exact duplicate"
-    if near and near.check_and_add(fingerprints.near):
-        return "near duplicate"
-    return ""
-
-
 def kept_lines(args: argparse.Namespace, report: Report) -> Iterator[bytes]:
     """Clean and deduplicate the input, yield each kept document as a line of JSON, and count documents in `report`."""
-    exact = ExactDuplicates() if _drops_equal_texts(args) else None
-    near = NearDuplicates(args.similarity) if args.near_duplicates else None
+    seen: dict[str, Any] = {"exact duplicate": ExactDuplicates(), "near duplicate": NearDuplicates(args.similarity)}
     sources = find_files(args.input, args.encoding)
     if not args.no_shuffle and any(source.weight > 1 for source in sources):
         print("note: copies are spread over the output; --split would train on documents of its validation part")
@@ -168,9 +160,11 @@ def kept_lines(args: argparse.Namespace, report: Report) -> Iterator[bytes]:
                 report.record_dropped("unreadable", str(bad))
             for original, outcome, fingerprints, copies in cleaned.documents:
                 reason = outcome.reason
-                if outcome.text is not None:
-                    # The copies that FILE@2 asks for are no duplicates of each other.
-                    reason = _duplicate_reason(fingerprints, exact, near)
+                # The copies that FILE@2 asks for are no duplicates of each other.
+                for duplicate, key in fingerprints.items():
+                    if seen[duplicate].check_and_add(key):
+                        reason = duplicate
+                        break
                 for _ in range(copies):
                     report.read += 1
                     report.read_chars += len(original)
@@ -213,7 +207,7 @@ def main(args: argparse.Namespace) -> None:
     check_outputs(args.input, [args.output, args.dropped], args.encoding)
     output.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(output) as temporary, _open_atomically(args.dropped) as dropped:
-        report = Report(dropped, args.dropped)
+        report = Report(dropped)
         # Without this name, an error of the output would get the name of --dropped, whose context is the inner one.
         with name_in_errors(output), open(temporary, "wb") as plain, ExitStack() as stack:
             file: Any = plain

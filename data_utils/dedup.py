@@ -1,7 +1,6 @@
 """Comparison of documents: hashes of whole texts for exact duplicates, substrings for near duplicates."""
 
 import hashlib
-from typing import Any, NamedTuple
 from unicodedata import category
 
 SHINGLE = 5
@@ -31,13 +30,6 @@ def normalize_text(text: str) -> str:
     A text that has nothing else is returned as it is.
     """
     return text.translate(_LETTERS) or text
-
-
-class Fingerprints(NamedTuple):
-    """Fingerprints of a document. exact: result of `fingerprint`. near: of `near_duplicates.minhash_signature`."""
-
-    exact: int = 0
-    near: Any = None
 
 
 def fingerprint(text: str) -> int:

@@ -120,8 +120,7 @@ def print_uses(args: argparse.Namespace) -> None:
             positions = _format_range(use.positions)
             rows.append((iteration, state, use.sample, positions, _format_range(use.tokens)))
     header = ("iteration", "state", "sample", "positions", "tokens of the document")
-    for line in align_columns([header, *rows]):
-        print(line)
+    print(align_columns([header, *rows]))
     print(
         f"document {args.document} of {prefix}: {len(rows)} samples contain it, {num_done} of them up to "
         f"iteration {iterations.logged}, the last logged; the run has {config.train.train_iters} iterations"
@@ -162,8 +161,7 @@ def print_iteration(args: argparse.Namespace) -> None:
     if iterations.is_skipped(args.iteration):
         print(f"a --skip-* flag skips iteration {args.iteration}")
     header = ("sample", "corpus", "document", "positions", "tokens of the document", "text")
-    for line in align_columns([header, *rows]):
-        print(line)
+    print(align_columns([header, *rows]))
 
 
 def _format_range(numbers: range) -> str:

@@ -262,36 +262,27 @@ def _stream_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
 
 def _record_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
     """Collect the records of a CSV, Parquet or JSON file into chunks, one record per line."""
-    contents: list[bytes] = []
+    content = bytearray()
     lines: list[int] = []
     bad: list[tuple[int, BadLine]] = []
-    start = length = 0
+    start = 0
     for record in records(source.path, format_suffix(source.path), source.encoding, largest):
         if isinstance(record, BadLine):
-            bad.append((length, record))
+            bad.append((len(content), record))
             line = record.line
             raw = b""  # an empty line, at whose offset the error is found again
         else:
             line, raw = record
-        contents.append(raw)
+        content += raw + b"\n"
         lines.append(line)
-        length += len(raw) + 1  # with a line break
-        if length >= size:
-            yield _chunk_of(source, start, contents, lines, bad)
-            contents = []
+        if len(content) >= size:
+            yield Chunk(source, start, len(content), bytes(content), tuple(lines), tuple(bad))
+            start += len(content)
+            content = bytearray()
             lines = []
             bad = []
-            start += length
-            length = 0
-    if contents:
-        yield _chunk_of(source, start, contents, lines, bad)
-
-
-def _chunk_of(
-    source: Source, start: int, records: list[bytes], lines: list[int], bad: list[tuple[int, BadLine]]
-) -> Chunk:
-    content = b"".join(record + b"\n" for record in records)
-    return Chunk(source, start, len(content), content, tuple(lines), tuple(bad))
+    if content:
+        yield Chunk(source, start, len(content), bytes(content), tuple(lines), tuple(bad))
 
 
 def documents(

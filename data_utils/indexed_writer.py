@@ -21,7 +21,7 @@ from megatron.data.indexed_dataset import DTYPE_CODES, HEADER, MAGIC, VERSION
 
 Array = NDArray[Any]
 BLOCK = 1 << 26  # bytes of a file per checksum
-AT_ONCE = 1 << 20  # bytes read at once; blocks of the index have 8 times as many
+AT_ONCE = 1 << 23  # bytes read at once
 
 
 class IndexedDatasetBuilder:
@@ -126,7 +126,7 @@ class IndexedDatasetBuilder:
             lengths = np.frombuffer(block, "<i4")
             ends = end + np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
             begins = np.concatenate([[end], ends[:-1]])
-            index.write(little_endian_bytes(begins.astype(np.int64)))
+            index.write(little_endian_bytes(begins))
             end = int(ends[-1])
         # The index of documents begins with 0, so it has one entry more than there are documents.
         index.write(little_endian_bytes(np.zeros(1, np.int64)))
@@ -183,16 +183,13 @@ class _ChecksummedFile:
             if actual_size < size:
                 raise ValueError(f"{path} has {actual_size} bytes, but {size} were written: it is truncated")
         self.path = path
-        self.size = size or 0
-        self._position = 0  # bytes covered by the checksums
+        self.size = 0  # bytes of the file, all of which the checksums cover
         self._file: IO[bytes] = open(path, mode)  # noqa: SIM115  # closed in close()
-        self._file.truncate(self.size)
+        self._file.truncate(size or 0)
         self._full_blocks: list[str] = []
         self._digest = hashlib.sha256()
-        if self.size:
-            self._file.seek(0)
-            for block in iter(lambda: self._file.read(AT_ONCE), b""):
-                self._add_to_checksums(block)
+        for block in self.blocks():
+            self._add_to_checksums(block)
         if digest is not None and digest != self.digest():
             self.close()
             raise ValueError(f"{path} is damaged: its SHA-256 differs from that of the data that was written")
@@ -200,29 +197,26 @@ class _ChecksummedFile:
     def write(self, content: bytes) -> None:
         with name_in_errors(self.path):
             self._file.write(content)
-        self.size += len(content)
         self._add_to_checksums(content)
 
     def _add_to_checksums(self, content: bytes) -> None:
-        """Add bytes to the checksums, each of which covers BLOCK bytes of the file."""
+        """Count bytes of the file, and add them to the checksums, each of which covers BLOCK bytes."""
         view = memoryview(content)
-        position = self._position
         while view:
             # Up to the end of the block, whose checksum is then complete.
-            count = min(len(view), BLOCK - position % BLOCK)
+            count = min(len(view), BLOCK - self.size % BLOCK)
             self._digest.update(view[:count])
             view = view[count:]
-            position = position + count
-            if position % BLOCK == 0:
+            self.size += count
+            if self.size % BLOCK == 0:
                 self._full_blocks.append(self._digest.hexdigest())
                 self._digest = hashlib.sha256()
-        self._position = position
 
     def checksums(self) -> list[str]:
         """Return the checksum of each block written so far, with that of the incomplete last block."""
         checksums = list(self._full_blocks)
         # The last block may be shorter than the others.
-        if self._position % BLOCK:
+        if self.size % BLOCK:
             checksums.append(self._digest.hexdigest())
         return checksums
 
@@ -238,7 +232,7 @@ class _ChecksummedFile:
     def blocks(self) -> Any:
         """Yield the content from the start, 8 MiB at a time."""
         self._file.seek(0)
-        yield from iter(lambda: self._file.read(8 * AT_ONCE), b"")
+        yield from iter(lambda: self._file.read(AT_ONCE), b"")
         self._file.seek(0, os.SEEK_END)
 
     def close(self) -> None:
@@ -248,13 +242,12 @@ class _ChecksummedFile:
 
 def cast_ids(ids: Array, dtype: np.dtype[Any], where: str) -> Array:
     """Cast ids to `dtype`. Raises ValueError for an id that would overflow."""
-    if ids.dtype == dtype or not len(ids):
-        return ids.astype(dtype, copy=False)
-    limits = np.iinfo(dtype)
-    for extreme in (int(ids.min()), int(ids.max())):
-        if not limits.min <= extreme <= limits.max:
-            raise ValueError(f"token id {extreme} does not fit the dtype {dtype} of {where}")
-    return ids.astype(dtype)
+    if len(ids) and ids.dtype != dtype:
+        limits = np.iinfo(dtype)
+        for extreme in (int(ids.min()), int(ids.max())):
+            if not limits.min <= extreme <= limits.max:
+                raise ValueError(f"token id {extreme} does not fit the dtype {dtype} of {where}")
+    return ids.astype(dtype, copy=False)
 
 
 def little_endian_bytes(array: Array) -> bytes:

@@ -85,7 +85,6 @@ def _verify_pair(prefix: str, args: argparse.Namespace) -> list[str]:
     metadata = read_sidecar(prefix)
     is_part = whole_of(prefix) is not None
     is_loss = is_part and prefix.endswith(LOSS_SUFFIX)
-    is_masked = is_part and not is_loss
     vocab_size = metadata.get("vocab_size")
     problems: list[str] = []
     checked = ["lengths", "boundaries"]
@@ -107,12 +106,12 @@ def _verify_pair(prefix: str, args: argparse.Namespace) -> list[str]:
             problems.append(f"{prefix}.bin {mismatch}")
         if metadata:
             checked.append("tokenizer")
-    if is_masked:
+    if is_part and not is_loss:
         vocab_size = None  # ids of sentinels follow the vocabulary, in any number
     limit = 2 if is_loss else vocab_size  # a loss mask holds 0 and 1
     problems += _find_bad_ids(indexed, limit)
     checked.append(f"ids below {vocab_size}" if vocab_size else "no negative ids")
-    if not is_loss and not is_masked:
+    if not is_part:
         problems += find_holes(indexed, metadata.get("eod"))
         checked.append("holes")
     if not problems:

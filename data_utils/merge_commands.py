@@ -14,7 +14,7 @@ from megatron.storage import is_url
 from .chat_templates import has_unrecorded_date
 from .cli import write_json
 from .indexed_writer import IndexedDatasetBuilder
-from .merge_split import drop, extract, merge
+from .merge_split import extract, merge, ranges_without
 from .sidecars import KEPT_ENTRIES, check_output, pair_prefixes, read_sidecar
 
 
@@ -93,24 +93,24 @@ def split_pair(args: argparse.Namespace) -> None:
             output = f"{args.output or args.prefix}_{name}"
             check_output(output, [args.prefix])
             documents_of[output] = documents
-    sources = pair_prefixes(args.prefix)
-    metadata = read_sidecar(args.prefix)
     for output, documents in documents_of.items():
-        builders = []
-        for source in sources:
-            suffix = source.removeprefix(args.prefix)  # "" for the tokens, LOSS_SUFFIX for the loss mask
-            builders.append(extract(source, documents, output + suffix))
-        _finish_corpus(builders, metadata)
+        _extract_corpus(args.prefix, [documents], output)
 
 
 def drop_documents(args: argparse.Namespace) -> None:
     """Run the command `drop`: write a .bin/.idx pair without some documents, and its loss mask if there is one."""
     check_output(args.output, [args.prefix])
+    _extract_corpus(args.prefix, ranges_without(args.prefix, args.documents), args.output)
+
+
+def _extract_corpus(prefix: str, ranges: Sequence[range], output: str) -> None:
+    """Write a corpus with some ranges of the documents of the corpus `prefix`, and its loss mask if there is one."""
+    metadata = read_sidecar(prefix)
     builders = []
-    for source in pair_prefixes(args.prefix):
-        output = args.output + source.removeprefix(args.prefix)
-        builders.append(drop(source, args.documents, output))
-    _finish_corpus(builders, read_sidecar(args.prefix))
+    for source in pair_prefixes(prefix):
+        suffix = source.removeprefix(prefix)  # "" for the tokens, LOSS_SUFFIX for the loss mask
+        builders.append(extract(source, ranges, output + suffix))
+    _finish_corpus(builders, metadata)
 
 
 def _finish_corpus(builders: Sequence[IndexedDatasetBuilder], metadata: dict[str, Any]) -> None:

@@ -31,22 +31,22 @@ def merge(prefixes: Sequence[str], output: str) -> IndexedDatasetBuilder:
     return builder
 
 
-def extract(prefix: str, documents: range, output: str) -> IndexedDatasetBuilder:
-    """Write a pair with some consecutive documents of the pair `prefix`; return its writer."""
+def extract(prefix: str, ranges: Sequence[range], output: str) -> IndexedDatasetBuilder:
+    """Write a pair with some ranges of documents of the pair `prefix`; return its writer."""
     indexed = IndexedDataset(prefix)
     with IndexedDatasetBuilder(output, indexed.dtype) as builder:
-        copy(indexed, documents, builder)
+        for documents in ranges:
+            copy(indexed, documents, builder)
     return builder
 
 
-def drop(prefix: str, words: Sequence[str], output: str) -> IndexedDatasetBuilder:
-    """Write a pair without some documents of the pair `prefix`; return its writer.
+def ranges_without(prefix: str, words: Sequence[str]) -> list[range]:
+    """Return the ranges of documents of the pair `prefix` that remain without some documents.
 
     words: document numbers such as `17`, and ranges such as `20-31`.
     Raises DatasetError if a word has another form, if the pair lacks such a document, or if it has no other.
     """
-    indexed = IndexedDataset(prefix)
-    kept = np.ones(indexed.num_documents, bool)
+    kept = np.ones(IndexedDataset(prefix).num_documents, bool)
     for word in words:
         # A word of another form gets the numbers -1, which the next check rejects.
         match = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", word)
@@ -59,10 +59,7 @@ def drop(prefix: str, words: Sequence[str], output: str) -> IndexedDatasetBuilde
         raise DatasetError(f"{prefix} has no document besides those to drop; drop fewer documents")
     # kept = [1, 0, 0, 1, 1] changes before documents 0, 1, 3 and 5, so the ranges to copy are 0 to 0 and 3 to 4.
     changes = np.flatnonzero(np.diff(kept, prepend=False, append=False))
-    with IndexedDatasetBuilder(output, indexed.dtype) as builder:
-        for begin, end in changes.reshape(-1, 2).tolist():
-            copy(indexed, range(begin, end), builder)
-    return builder
+    return [range(begin, end) for begin, end in changes.reshape(-1, 2).tolist()]
 
 
 def copy(indexed: IndexedDataset, documents: range, builder: IndexedDatasetBuilder) -> None:

@@ -140,14 +140,13 @@ class NearDuplicates:
 
     def __init__(self, similarity: float = 0.8) -> None:
         self._min_estimate = min_estimate(similarity)
-        self._rows = rows_per_band(similarity)
-        self._bands = HASHES // self._rows
+        rows = rows_per_band(similarity)
         self._table = BandTable()
         self._blocks: list[NDArray[np.uint16]] = []
         self._num_texts = 0
         rng = np.random.default_rng(1)
-        factors = rng.integers(0, 1 << 63, (self._bands, self._rows), np.uint64)
-        self._factors = factors | 1  # odd numbers
+        factors = rng.integers(0, 1 << 63, (HASHES // rows, rows), np.uint64)
+        self._factors = factors | 1  # odd numbers, one for each number of each band, [b, r]
 
     def check_and_add(self, signature: Hashes) -> bool:
         """Return True if the set contains a text with a similar signature [HASHES]; add the signature otherwise."""
@@ -159,7 +158,10 @@ class NearDuplicates:
             # The share of equal numbers estimates the similarity.
             if (known == truncated).mean(1).max() >= self._min_estimate:
                 return True
-        self._store(truncated)
+        block, row = divmod(self._num_texts, BLOCK_ROWS)
+        if row == 0:  # blocks are allocated as they are needed
+            self._blocks.append(np.empty((BLOCK_ROWS, HASHES), dtype=np.uint16))
+        self._blocks[block][row] = truncated
         # A key that many texts share is left out, so that a search compares few texts.
         self._table.add(keys[counts < MAX_PER_BAND], self._num_texts)
         self._num_texts += 1
@@ -167,17 +169,10 @@ class NearDuplicates:
 
     def _keys(self, signature: Hashes) -> Hashes:
         """Return a hash of each band of a signature, [b]."""
-        bands = signature[: self._bands * self._rows].reshape(self._bands, self._rows)
+        bands = signature[: self._factors.size].reshape(self._factors.shape)
         # Multiplicative hash with odd factors; the constant is 2**64 divided by the golden ratio.
         mixed = (bands.astype(np.uint64) * self._factors).sum(1)
         mixed ^= mixed >> np.uint64(29)
         mixed *= np.uint64(0x9E3779B97F4A7C15)
         keys: Hashes = (mixed >> np.uint64(32)).astype(np.uint32)
         return keys
-
-    def _store(self, truncated: NDArray[np.uint16]) -> None:
-        """Append a signature to the blocks, which are allocated as they are needed."""
-        block, row = divmod(self._num_texts, BLOCK_ROWS)
-        if row == 0:
-            self._blocks.append(np.empty((BLOCK_ROWS, HASHES), dtype=np.uint16))
-        self._blocks[block][row] = truncated

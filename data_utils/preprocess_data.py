@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import os
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def main(args: argparse.Namespace) -> None:
     _print_tokenizer_note(args, tokenizer, sources)
     journal = Journal(f"{args.output_prefix}.part.json", _job_description(args, sources, tokenizer))
     state = journal.state or {}
-    args = chats.with_chat_date(args, state)
+    chats.set_chat_date(args, state)
     try:
         output = _Output(args, tokenizer, state)
     except BaseException:
@@ -218,8 +219,7 @@ class _Output:
         self.builders = []
         for (name, dtype), builder_state in zip(pairs.items(), states, strict=True):
             self.builders.append(IndexedDatasetBuilder(name, dtype, "part", builder_state))
-        zeros = dict.fromkeys(("chunks", "source_bytes", "documents", "tokens", "targets", "bad_lines", "empty"), 0)
-        self.counts: dict[str, int] = {**zeros, **state.get("count", {})}
+        self.counts: Counter[str] = Counter(state.get("count"))
         self._num_journaled = self.counts["documents"]
         self._is_consistent = True  # false while a chunk is being added
 
@@ -343,8 +343,8 @@ def build_parser() -> Parser:
         "--json-key",
         nargs="+",
         default=["text"],
-        help="keys of a record whose texts are tokenized, each key into its own pair; a record with an empty text under "
-        "one of them is skipped (default: text)",
+        help="keys of a record whose texts are tokenized, each key into its own pair; a record with an empty text "
+        "under one of them is skipped (default: text)",
     )
     add("--split-sentences", action="store_true", help="store sentences as separate sequences in PREFIX_KEY_sentence")
     add_worker_flags(parser)

@@ -25,7 +25,7 @@ BLOCK = 1 << 20
 def is_array(path: str, encoding: str) -> bool:
     """Return True if a .json file holds one array instead of an object per line."""
     # Two blocks suffice to see past a byte-order mark and white space.
-    head = b"".join(piece for piece, _ in zip(read_blocks(path, 4096, encoding), range(2), strict=False))
+    head = b"".join(islice(read_blocks(path, 4096, encoding), 2))
     return head.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
 
 

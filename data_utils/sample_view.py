@@ -117,12 +117,12 @@ def t5_view(sample: Sample, tokenizer: Tokenizer, config: Any) -> View:
 
 def as_text(tables: dict[str, Columns]) -> str:
     """Return the tables as text, one below the other."""
-    lines = []
+    texts = []
     for name, table in tables.items():
         rows = zip(*table.values(), strict=True)
-        lines.append(f"{name}:")
-        lines += align_columns([list(table), *rows])
-    return "\n".join(lines)
+        texts.append(f"{name}:")
+        texts.append(align_columns([list(table), *rows]))
+    return "\n".join(texts)
 
 
 def draw(tables: dict[str, Columns], masks: Sample, title: str, path: Path) -> None:

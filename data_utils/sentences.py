@@ -38,9 +38,10 @@ def split_sentences(text: str) -> list[str]:
         else:
             continue
         start = ending.end()
-    if start < len(text):
-        if text[start:].strip() or not sentences:
-            sentences.append(text[start:])
+    rest = text[start:]
+    if rest:
+        if rest.strip() or not sentences:
+            sentences.append(rest)
         else:
-            sentences[-1] += text[start:]
+            sentences[-1] += rest
     return sentences

@@ -53,25 +53,22 @@ def build_plan(dataset: Any, config: Config, samples: int) -> Plan:
 
 
 def stage_uses(plan: Plan) -> list[Use]:
-    """Return what each stage reads of each corpus, and the sums of the whole run if there are several stages."""
-    rows = []
-    for begin, end in pairwise(plan.edges):
-        rows += _uses_of_stage(f"{begin:,} to {end - 1:,}", plan, begin, end)
-    if len(plan.edges) > 2:
-        rows += _uses_of_stage("all", plan, 0, plan.edges[-1])
-    return rows
+    """Return what each stage reads of each corpus, and the sums of the whole run if there are several stages.
 
-
-def _uses_of_stage(stage: str, plan: Plan, begin: int, end: int) -> list[Use]:
-    """Return what one stage reads of each corpus; corpora that it does not read are left out."""
-    before = plan.consumed(begin)
-    after = plan.consumed(end)
-    epochs = plan.epochs(end)
+    Corpora that a stage does not read are left out.
+    """
+    stages = [(f"{begin:,} to {end - 1:,}", begin, end) for begin, end in pairwise(plan.edges)]
+    if len(stages) > 1:
+        stages.append(("all", 0, plan.edges[-1]))
     rows = []
-    for i, (name, member) in enumerate(zip(plan.names, plan.members, strict=True)):
-        samples = after[i] - before[i]
-        if samples > 0:
-            rows.append(Use(stage, name, samples, samples * tokens_of(member), epochs[i]))
+    for stage, begin, end in stages:
+        before = plan.consumed(begin)
+        after = plan.consumed(end)
+        epochs = plan.epochs(end)
+        for i, (name, member) in enumerate(zip(plan.names, plan.members, strict=True)):
+            samples = after[i] - before[i]
+            if samples > 0:
+                rows.append(Use(stage, name, samples, samples * tokens_of(member), epochs[i]))
     return rows
 
 
@@ -80,7 +77,7 @@ def format_table(uses_of_run: Sequence[Use]) -> str:
     rows: list[Sequence[Any]] = [("samples of the stage", "corpus", "samples", "tokens", "epochs at its end")]
     for use in uses_of_run:
         rows.append((use.stage, use.corpus, f"{use.samples:,}", f"{use.tokens:,}", f"{use.epochs:.3f}"))
-    return "\n".join(align_columns(rows, 2))
+    return align_columns(rows, 2)
 
 
 def draw(plan: Plan, path: Path) -> None:

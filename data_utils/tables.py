@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def align_columns(rows: Sequence[Sequence[Any]], left: int | None = None) -> list[str]:
-    """Return the rows of a table as lines with aligned columns. left: number of columns aligned left, None for all."""
+def align_columns(rows: Sequence[Sequence[Any]], left: int | None = None) -> str:
+    """Return the rows of a table as text with aligned columns. left: number of columns aligned left, None for all."""
     columns = []
     for number, column in enumerate(zip(*rows, strict=True)):
         cells = list(map(str, column))
@@ -16,4 +16,4 @@ def align_columns(rows: Sequence[Sequence[Any]], left: int | None = None) -> lis
     lines = []
     for row in zip(*columns, strict=True):
         lines.append("  ".join(row).rstrip())
-    return lines
+    return "\n".join(lines)

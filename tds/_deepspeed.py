@@ -386,5 +386,4 @@ def use_rng_tracker(tracker: Any) -> None:
 
     tracker: has `fork()`, `get_states()` and `set_states(states)`.
     """
-    checkpointing: Any = importlib.import_module("deepspeed.runtime.activation_checkpointing.checkpointing")
     checkpointing._CUDA_RNG_STATE_TRACKER = tracker

@@ -1,5 +1,6 @@
 """The micro-batches of a step, copied into separate memory when they are read."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -46,18 +47,13 @@ class Batches:
     stage: int
     needs_inputs: bool
     needs_labels: bool
+    count: int = 0  # number of micro-batches read so far
     _ended: bool = False
     _inputs: dict[int, Any] = field(default_factory=dict)
     _labels: dict[int, Any] = field(default_factory=dict)
     # A run is a sequence of micro-batches whose inputs have equal dtypes and shapes.
     _layout: InputLayout | None = None  # input dtypes and shapes of the last micro-batch read
-    _run_of: list[int] = field(default_factory=list)  # number of the run of each micro-batch read
-    _run_ends: list[int] = field(default_factory=list)  # for each run, the first micro-batch after it
-
-    @property
-    def count(self) -> int:
-        """Number of micro-batches read so far."""
-        return len(self._run_of)
+    _run_starts: list[int] = field(default_factory=list)  # the first micro-batch of each run
 
     def inputs(self, micro: int) -> Any:
         """Return the inputs of a micro-batch, a tensor or a tuple, on the device, and drop this reader's copy.
@@ -79,7 +75,9 @@ class Batches:
 
     def run_end(self, micro: int) -> int:
         """Return the first micro-batch after `micro` whose inputs have another shape or dtype, or are not read yet."""
-        return self._run_ends[self._run_of[micro]]
+        next_run = bisect_right(self._run_starts, micro)
+        starts = [*self._run_starts, self.count]  # a run ends where the next one starts
+        return starts[next_run]
 
     def end_on_any_replica(self, replicas: Any) -> DataEnded | None:
         """Return the DataEnded error that this rank must raise if any replica's data have ended, else None.
@@ -143,9 +141,8 @@ class Batches:
         layout = tuple((t.dtype, t.shape) for t in inputs if isinstance(t, Tensor))
         if layout != self._layout:  # a new run
             self._layout = layout
-            self._run_ends.append(micro)
-        self._run_of.append(len(self._run_ends) - 1)
-        self._run_ends[-1] = micro + 1
+            self._run_starts.append(micro)
+        self.count += 1
 
 
 def _copy_object(location: str, value: Any) -> Any:

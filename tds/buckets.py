@@ -69,18 +69,13 @@ class Bucket:
 
     def _owned_slices(self) -> Iterator[tuple[nn.Parameter, int, int]]:
         """Yield each weight in this replica's share, and the range (begin, end) of its elements in it."""
-        for parameter in self.parameters:
-            begin, end = self.slice_of(parameter)
-            if begin < end:
-                yield parameter, begin, end
-
-    def slice_of(self, parameter: nn.Parameter) -> tuple[int, int]:
-        """Return the range (begin, end) of `parameter` in this replica's share; empty if other replicas own it."""
         # For example, a weight of elements 150 to 260 in a share of elements 100 to 200 has the range (50, 100).
-        at = int(self.view_of[parameter].storage_offset())
-        begin = max(at, self.begin)
-        end = min(at + parameter.numel(), self.end)
-        return begin - self.begin, max(end, begin) - self.begin
+        for parameter in self.parameters:
+            at = int(self.view_of[parameter].storage_offset())
+            begin = max(at, self.begin) - self.begin
+            end = min(at + parameter.numel(), self.end) - self.begin
+            if begin < end:  # else other replicas own the weight
+                yield parameter, begin, end
 
     def count_views(self) -> None:
         """Record how many tensors view the flat memory.

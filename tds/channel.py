@@ -11,7 +11,6 @@ import json
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -53,8 +52,7 @@ class LayoutRun(NamedTuple):
     layout: Layout = ()
 
 
-@dataclass(frozen=True)
-class Link:
+class Link(NamedTuple):
     """Connection between this rank and a rank of a neighbouring stage, in one direction, for all chunks.
 
     peer: global rank at the other end.
@@ -162,12 +160,9 @@ class Sender:
         is_shared = storage_use_count(first) > 1  # counted before `_local_bytes` makes views
         parts = list(map(self._local_bytes, present))
         if len(parts) > 1 or (is_shared and same_storage(parts[0], first)):
-            return self._concatenate(parts)
+            size = sum(part.numel() for part in parts)
+            return torch.cat(parts, out=self.link.pool.take(size))
         return parts[0]
-
-    def _concatenate(self, parts: list[Tensor]) -> Tensor:
-        size = sum(part.numel() for part in parts)
-        return torch.cat(parts, out=self.link.pool.take(size))
 
     def _send_header(self, content: list[Any], who: str) -> None:
         """Start sending `content`, the length of a run and a layout, as JSON padded with spaces to HEADER_SIZE."""

@@ -9,10 +9,9 @@ only after both its send and its receive have started. If the graph has no cycle
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 from .posting import RECEIVES, SENDS, PostAfter, simulate_posting
 from .queues import POSTED_AHEAD, boundary_parity
@@ -39,8 +38,7 @@ def queue_of(boundary: int, stages: int, to_next: bool) -> Hashable:
     return boundary_parity(boundary, stages), to_next
 
 
-@dataclass(frozen=True)
-class Rules:
+class Rules(NamedTuple):
     """The rules by which a device and its transport run computation and messages.
 
     ahead: number of receives that a channel posts in advance; None: posting.py computes when receives are posted.
@@ -67,6 +65,9 @@ class Graph:
     def __init__(self) -> None:
         self.names: list[str] = []
         self.waits_for: list[list[int]] = []
+        # Each int below is the number of an event.
+        self.message_events: dict[LinkEnd, tuple[int, int]] = {}  # start and end of each message
+        self.header_events: dict[LinkEnd, int] = {}
 
     def add_event(self, name: str, *waits_for: int | None) -> int:
         """Add an event and return its number. waits_for: numbers of the events that it waits for; None is ignored."""
@@ -98,8 +99,6 @@ class StageGraph:
         self._post_after = post_after
         self._passes = 0
         # Each int below is the number of an event in the graph.
-        self.message_events: dict[LinkEnd, tuple[int, int]] = {}  # start and end of each message
-        self.header_events: dict[LinkEnd, int] = {}
         self._last_in_queue: dict[Hashable, int] = {}  # for each queue, the event at which its last message ends
         self._computation: int | None = None  # the event that the next computation must wait for
         self._host: int | None = None  # last event that the host has waited for
@@ -181,7 +180,7 @@ class StageGraph:
     def _add_header(self, kind: Kind, micro_chunk: MicroChunk) -> int:
         """Send or receive a header, which goes from host to host, so that only the receiving host waits."""
         event = self.graph.add_event(f"{kind.__name__}({micro_chunk.micro}, header) of stage {self.stage}", self._host)
-        self.header_events[self._link(kind, micro_chunk), kind is SendActivation] = event
+        self.graph.header_events[self._link(kind, micro_chunk), kind is SendActivation] = event
         return event
 
     def _link(self, kind: Kind, micro_chunk: MicroChunk) -> tuple[int, bool, MicroChunk]:
@@ -205,7 +204,7 @@ class StageGraph:
         start, end = self._submit(name, self._last_in_queue.get(queue))
         if queue is not None:  # else the message does not wait for others
             self._last_in_queue[queue] = end
-        self.message_events[link, kind in SENDS] = start, end
+        self.graph.message_events[link, kind in SENDS] = start, end
         return end
 
     def _receive(self, kind: Kind) -> None:
@@ -250,23 +249,19 @@ def refuse_deadlocks(plan: Plan, rules: Rules) -> None:
     post_after: Sequence[PostAfter] = [{}] * len(plan)  # with a fixed number of receives ahead, no receive has a time
     if rules.ahead is None:
         post_after = simulate_posting(plan, rules.dynamic)
-    message_events = dict[LinkEnd, tuple[int, int]]()
-    header_events = dict[LinkEnd, int]()
     for number, instructions in enumerate(plan):
-        stage = StageGraph(graph, rules, number, len(plan), post_after[number])
-        stage.run(instructions)
-        message_events |= stage.message_events
-        header_events |= stage.header_events
+        StageGraph(graph, rules, number, len(plan), post_after[number]).run(instructions)
 
     # Messages connect the stages. A message ends only after both its send and its receive have started.
-    for link, is_sender in message_events:
+    for link, is_sender in graph.message_events:
         if is_sender:  # each link is in the dict twice, for its sender and for its receiver
-            send_start, send_end = message_events[link, True]
-            receive_start, receive_end = message_events[link, False]
+            send_start, send_end = graph.message_events[link, True]
+            receive_start, receive_end = graph.message_events[link, False]
             graph.waits_for[receive_end].append(send_start)
             graph.waits_for[send_end].append(receive_start)
     # The receiving host waits for a header until it has been sent.
-    for link, is_sender in header_events:
+    for link, is_sender in graph.header_events:
         if is_sender:
-            graph.waits_for[header_events[link, False]].append(header_events[link, True])
+            receive = graph.header_events[link, False]
+            graph.waits_for[receive].append(graph.header_events[link, True])
     graph.refuse_cycle()

@@ -68,7 +68,7 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         patch_deepspeed()
         if type(self).train_batch is PipelineEngine.train_batch:  # a subclass may run what DeepSpeed runs
-            refuse_patches(type(self), kwargs.get("model"))
+            refuse_patches(self, kwargs.get("model"))
         choose_checkpoint_function(**kwargs)
         refuse_idle_stages(**kwargs)
         tie_all_weights(kwargs["model"], kwargs["model"].tied_comms)  # for DeepSpeed's own PipelineModule

@@ -9,6 +9,7 @@ each group is created only once. The stage boundaries of a pipeline have separat
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -24,11 +25,10 @@ RankLists = Sequence[Sequence[int]]
 AXES = ("pipe", "data", "model")
 
 
-class _Cache:
-    """The groups that this process has made in its current world."""
-
-    world: Any = None
-    groups: dict[tuple[Any, ...], Any] = {}
+@lru_cache(maxsize=1)  # a new world replaces the groups of the last one
+def _groups_of(world: Any) -> dict[tuple[Any, ...], Any]:
+    """Return the groups that this process has made in `world`; the caller adds to this dict, which begins empty."""
+    return {}
 
 
 def can_split_world() -> bool:
@@ -96,12 +96,10 @@ def _create_member_group(ranks: Sequence[int], backend: str | None = None) -> An
 
 def _cached_groups(key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
     """Return the result of `make()`, called once for this key in the current world."""
-    if _Cache.world is not dist.group.WORLD:
-        _Cache.world = dist.group.WORLD
-        _Cache.groups = {}
-    if key not in _Cache.groups:
-        _Cache.groups[key] = make()
-    return _Cache.groups[key]
+    groups = _groups_of(dist.group.WORLD)
+    if key not in groups:
+        groups[key] = make()
+    return groups[key]
 
 
 def max_with_nan(x: Tensor) -> Tensor:

@@ -12,8 +12,7 @@ all boundaries share two groups.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,8 +24,7 @@ from .queues import NEXT, PREVIOUS, boundary_parity, has_message_queues, receive
 from .schedule import Instruction, RecvActivation, RecvGrad
 
 
-@dataclass(frozen=True)
-class Neighbours:
+class Neighbours(NamedTuple):
     """The channels of this stage to the previous and the next stage, which all chunks share.
 
     senders, receivers: keyed by side, `previous` or `next`; a side is absent if the stage never has a neighbour on it.

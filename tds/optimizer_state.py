@@ -294,10 +294,9 @@ def _scaler_keys(scaler: Any) -> tuple[str, ...]:
     return ("cur_scale", *dynamic_keys) if scaler.dynamic else ("cur_scale",)
 
 
-def _scaler_of(engine: Any, only_dynamic: bool = False) -> Any:
-    """Return fp16's loss scaler, or None in another precision. only_dynamic: None for a static one, too."""
-    scaler = engine.optimizer.loss_scaler if engine.fp16_enabled() else None
-    return scaler if scaler and (scaler.dynamic or not only_dynamic) else None
+def _scaler_of(engine: Any) -> Any:
+    """Return fp16's loss scaler, or None in another precision."""
+    return engine.optimizer.loss_scaler if engine.fp16_enabled() else None
 
 
 def get_loss_scaler(engine: Any) -> dict[str, float]:
@@ -311,8 +310,8 @@ def set_loss_scaler(engine: Any, state: dict[str, float]) -> None:
 
     A static loss scale is a setting of the run, so it is not restored.
     """
-    scaler = _scaler_of(engine, only_dynamic=True)
-    if scaler and "cur_iter" in state:
+    scaler = _scaler_of(engine)
+    if scaler and scaler.dynamic and "cur_iter" in state:
         for key in _scaler_keys(scaler):
             setattr(scaler, key, state.get(key, getattr(scaler, key)))
 
@@ -322,8 +321,8 @@ def least_loss_scale(engine: Any) -> float | None:
 
     After this call, the engine keeps skipping steps at this minimum instead of raising an error.
     """
-    scaler = _scaler_of(engine, only_dynamic=True)
-    if not scaler:
+    scaler = _scaler_of(engine)
+    if not scaler or not scaler.dynamic:
         return None
     scaler.raise_error_at_min_scale = False  # else DeepSpeed raises a bare Exception
     return float(scaler.min_scale)
@@ -355,10 +354,10 @@ def _norm_grads_with_copies(optimizer: Any, original: Any, for_clipping: bool = 
     if for_clipping:
         return result
     counted, experts = result  # DeepSpeed keeps the gradients of experts apart
-    counted_ids = set(map(id, counted))
+    counted_grads = set(counted)
     uncounted: list[Tensor] = []
     for grads in optimizer.fp32_groups_gradients:
-        uncounted += [grad for grad in grads if id(grad) not in counted_ids]
+        uncounted += [grad for grad in grads if grad not in counted_grads]
     if uncounted:
         counted = [*counted, 0 * torch.stack(norms(uncounted)).sum().float()]
     return counted, experts

@@ -112,18 +112,13 @@ REDUCTION_POINTS = list(_parse_table(REDUCING_TABLE))
 def refuse_patches(engine: Any, module: Any, reduces: bool = False) -> None:
     """Raise ValueError if code outside DeepSpeed and tds has replaced a function that only DeepSpeed's pipeline runs.
 
-    engine: a pipeline engine of tds, or its class before it is built. module: the PipelineModule.
+    engine: a pipeline engine of tds, which need not be built yet. module: the PipelineModule.
     reduces: whether tds reduces the gradients over the replicas without DeepSpeed.
     """
-    engine_class = type(engine)
-    attributes = vars(engine)
-    if isinstance(engine, type):
-        engine_class = engine
-        attributes = {}
     points = IGNORED_POINTS
     if reduces:
         points = IGNORED_POINTS + REDUCTION_POINTS
-    patch = _first_patch(points, engine_class, attributes, type(module))
+    patch = _first_patch(points, type(engine), vars(engine), type(module))
     if patch:
         point, author = patch
         raise ValueError(f"{point} is replaced by {author}, which tds does not run: {point.advice}")

@@ -211,10 +211,10 @@ def _differing_buffers(module: nn.Module, group: Any) -> str:
     """
     if dist.get_world_size(group) == 1:
         return ""
-    weights = set(map(id, module.parameters()))
+    weights = set(module.parameters())
     digests = {}
     for name, value in module.state_dict(keep_vars=True).items():
-        if isinstance(value, Tensor) and id(value) not in weights:
+        if isinstance(value, Tensor) and value not in weights:
             digests[name] = hashlib.sha256(raw_bytes(value)).hexdigest()
     replica_digests = gather_objects(digests, group)
     if dist.get_rank(group):

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 Grads = Sequence[Tensor | None]
-Weights = dict[int, Tensor]  # by id
+Weights = dict[Tensor, None]  # serves as a set that keeps its order
 COMPILED, REENTRANT = "CompiledFunctionBackward", "CheckpointFunctionBackward"  # names of autograd's nodes
 
 
@@ -116,36 +116,34 @@ def _forks(roots: Sequence[Node], inputs: Sequence[Tensor], order: Sequence[Node
     undeferred_nodes += [node for node in possible_forks if node.name().startswith(COMPILED)]
 
     # A weight can be deferred if exactly one fork leads to it.
-    uses: Counter[int] = Counter()  # id of a weight -> number of forks that lead to it
-    weights = Weights()
+    uses: Counter[Tensor] = Counter()  # weight -> number of forks that lead to it
     # Each of the undeferred nodes is counted twice, as if two forks led to its weights, so they are not deferred.
     for node in [*possible_forks, *undeferred_nodes, *undeferred_nodes]:
         uses.update(weights_below[node].keys())
-        weights |= weights_below[node]
 
     forks = []
     for node in possible_forks:
-        fork_weights = [weight for key, weight in weights_below[node].items() if uses[key] == 1]
+        fork_weights = [weight for weight in weights_below[node] if uses[weight] == 1]
         if fork_weights:
             forks.append(Fork(node, fork_weights))
-    return forks, [weight for key, weight in weights.items() if uses[key] > 1]
+    return forks, [weight for weight, count in uses.items() if count > 1]
 
 
 def _find_paths(inputs: Sequence[Tensor], order: Sequence[Node]) -> tuple[set[Node], dict[Node, Weights]]:
-    """Return the nodes from which a path leads to the inputs, and the weights below each node, by id.
+    """Return the nodes from which a path leads to the inputs, and the weights below each node.
 
     The weights below a node are those to which it leads without passing a node that leads to the inputs.
     """
-    input_ids = set(map(id, inputs))
+    input_leaves = set(inputs)
     nodes_to_inputs = set[Node]()
     weights_below = dict[Node, Weights]()
     for node in order:
         leaf = getattr(node, "variable", None)
         weights = Weights()
-        if id(leaf) in input_ids:
+        if leaf in input_leaves:
             nodes_to_inputs.add(node)
         elif leaf is not None:
-            weights[id(leaf)] = leaf
+            weights[leaf] = None
         for child, _ in node.next_functions:
             if child in nodes_to_inputs:
                 nodes_to_inputs.add(node)

@@ -3,7 +3,6 @@
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -100,7 +99,7 @@ def _check_for_deadlocks(plan: Plan, micros: int, rules: Rules) -> None:
         check_plan(plan, micros, rules)
     except ScheduleError as error:
         if rules.dynamic:
-            check_plan(plan, micros, replace(rules, dynamic=False))  # raises its own error if there is another cause
+            check_plan(plan, micros, rules._replace(dynamic=False))  # raises its own error if there is another cause
             raise ScheduleError(f"{error}. The cause is dynamic_shape. Use another schedule than interleaved") from None
         raise
 

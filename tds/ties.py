@@ -38,9 +38,9 @@ def tie_all_weights(module: Any, comms: Comm) -> None:
     buffers = _agree_on_names(comms)
     for key, comm in comms.items():
         # Count the weights that only this stage has in norms; DeepSpeed leaves out the whole module on later stages.
-        tied = {id(attrgetter(name)(comm["module"])) for name in comm["weight_attr"]}
+        tied = {attrgetter(name)(comm["module"]) for name in comm["weight_attr"]}
         for p in comm["module"].parameters():
-            if id(p) not in tied:
+            if p not in tied:
                 p.ds_pipe_replicated = False
         source = comm["ranks"][_first_stage_index(module, key)]  # the rank whose values the others get
         for name in [*comm["weight_attr"], *buffers[key]]:
@@ -56,9 +56,9 @@ def _agree_on_names(comms: Comm) -> dict[str, list[str]]:
         buffers[key] = _common_names([copy.buffers for copy in copies])
         try:
             # One name for each tensor, the first: a tensor with two names would be summed twice.
-            first_names = dict[int, str]()
+            first_names = dict[Tensor, str]()
             for name in _tied_names(key, copies):
-                first_names.setdefault(id(attrgetter(name)(comm["module"])), name)
+                first_names.setdefault(attrgetter(name)(comm["module"]), name)
             comm["weight_attr"] = list(first_names.values())
         except ValueError as mismatch:
             error = mismatch  # raised below, after the collectives of the other ties

@@ -8,7 +8,6 @@ import json
 import os
 import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,8 +31,7 @@ class Merged(NamedTuple):
     error_us: float
 
 
-@dataclass(frozen=True)
-class RankTrace:
+class RankTrace(NamedTuple):
     """One rank's events (Trace Event Format, microseconds), on the clock of rank 0."""
 
     metadata: Event

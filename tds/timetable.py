@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .deadlocks import Rules, refuse_deadlocks
 from .schedule import (
@@ -35,8 +35,7 @@ DEPENDENCIES = (
 Pairs = Sequence[tuple[Kind, Kind]]
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """One pass of one micro-batch over one chunk of a stage. kind: F, B or W."""
 
     stage: int

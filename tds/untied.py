@@ -59,17 +59,16 @@ def _describe_untied(module: Any, layers: Sequence[int], names: Sequence[str]) -
 
 def _find_holders(module: Any) -> list[Holder]:
     """Return the weights of this stage's layers that the list of layers contains before they are built."""
-    names = _weight_names(module._layer_specs)  # equal on all stages, while ids of weights are not
+    names = _weight_names(module._layer_specs)  # which are equal on all stages
     tie_of = {}
     for key, _, weights in ties(module):
         for weight in weights.values():
-            tie_of[id(weight)] = key
+            tie_of[weight] = key
     holders = []
     for index, layer in _built_layers(module):
         for weight in layer.parameters():
-            weight_id = id(weight)
-            if weight.requires_grad and weight_id in names:
-                holders.append(Holder(names[weight_id], index, tie_of.get(weight_id)))
+            if weight.requires_grad and weight in names:
+                holders.append(Holder(names[weight], index, tie_of.get(weight)))
     return holders
 
 
@@ -84,18 +83,18 @@ def _built_layers(module: Any) -> Iterator[tuple[int, nn.Module]]:
             yield index, layer
 
 
-def _weight_names(specs: Sequence[Any]) -> dict[int, str]:
-    """Map the id of each weight in the list of layers to a name that is the same on all stages."""
-    names: dict[int, str] = {}
+def _weight_names(specs: Sequence[Any]) -> dict[nn.Parameter, str]:
+    """Map each weight in the list of layers to a name that is the same on all stages."""
+    names: dict[nn.Parameter, str] = {}
     for index, layer in enumerate(specs):
         if isinstance(layer, nn.Module):
             for name, weight in layer.named_parameters():
-                names.setdefault(id(weight), f"{index}.{name}")
+                names.setdefault(weight, f"{index}.{name}")
         elif isinstance(layer, LayerSpec):
             arguments = {**dict(enumerate(layer.module_args)), **layer.module_kwargs}  # by position or name
             for place, argument in arguments.items():
                 for name, weight in _named_weights(argument, str(place)):
-                    names.setdefault(id(weight), f"{name} of layer {index}")
+                    names.setdefault(weight, f"{name} of layer {index}")
     return names
 
 

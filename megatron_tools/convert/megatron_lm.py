@@ -58,11 +58,11 @@ class RankFiles:
 
     def __init__(self, folder: Path, version: int | None = None, layers: int | None = None) -> None:
         self.folder = _tracked_folder(folder)
-        paths = self._find_files(_LAYER_FILE)
+        paths = self._find_files("layer_*.pt", _LAYER_FILE)
         self.is_by_layer = bool(paths)
-        rank_paths = self._find_files(_RANK_FILES[0])
+        rank_paths = self._find_files("mp_rank_*.pt", _RANK_FILES[0])
         if not self.is_by_layer:
-            paths = rank_paths | self._find_files(_RANK_FILES[1])
+            paths = rank_paths | self._find_files("mp_rank_*/*.pt", _RANK_FILES[1])
         if not paths:
             raise ValueError(
                 f"{self.folder} contains neither mp_rank_00_model_states.pt nor mp_rank_00/model_optim_rng.pt, "
@@ -133,13 +133,10 @@ class RankFiles:
                     f"{self.folder} contains {self.layers} layers, but its settings or --num-layers give {expected}"
                 )
 
-    def _find_files(self, pattern: re.Pattern[str]) -> dict[tuple[int, int], Path]:
-        """Return the files whose path matches `pattern`, as (stage or layer, rank) -> path."""
+    def _find_files(self, glob: str, pattern: re.Pattern[str]) -> dict[tuple[int, int], Path]:
+        """Return the files of `glob` whose whole path matches `pattern`, as (stage or layer, rank) -> path."""
         paths: dict[tuple[int, int], Path] = {}
-        files: list[Path] = []
-        for glob_pattern in ("mp_rank_*.pt", "mp_rank_*/*.pt", "layer_*.pt"):
-            files += sorted(self.folder.glob(glob_pattern))
-        for path in files:
+        for path in sorted(self.folder.glob(glob)):
             match = pattern.fullmatch(path.relative_to(self.folder).as_posix())
             if not match:
                 continue

@@ -25,15 +25,11 @@ def as_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Lines:
     # Each part is the row of heads and the rows below it, with as many columns as fit.
     for head, *block in split_columns([heads, *rows], gap=3):
         yield from separator
-        yield from _as_markdown(head, block)
+        widths = [max(map(len, column)) for column in zip(head, *block, strict=True)]
+        dashes = ["-" * width for width in widths]
+        for row in (head, dashes, *block):
+            yield "| " + " | ".join(map(str.ljust, row, widths)) + " |"
         separator = [""]
-
-
-def _as_markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Lines:
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    dashes = ["-" * width for width in widths]
-    for row in (heads, dashes, *rows):
-        yield "| " + " | ".join(map(str.ljust, row, widths)) + " |"
 
 
 def recompute_label(layout: Layout) -> str:

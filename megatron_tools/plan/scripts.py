@@ -87,12 +87,10 @@ def _ds_config(layout: Layout) -> str:
     content |= batch_sizes(layout.config, layout.devices)
     content.setdefault("steps_per_print", "auto")
     content.setdefault("gradient_clipping", "auto")
-    zero_section = content.get("zero_optimization", {})
-    content["zero_optimization"] = {**zero_section, "stage": layout.resolved.zero_stage}
+    content.setdefault("zero_optimization", {})["stage"] = layout.resolved.zero_stage
     precision = layout.resolved.precision
     if precision in ("bf16", "fp16"):
-        precision_section = content.get(precision, {})
-        content[precision] = {**precision_section, "enabled": True}
+        content.setdefault(precision, {})["enabled"] = True
     return json.dumps(content, indent=2) + "\n"
 
 

@@ -4,6 +4,7 @@ import contextlib
 import math
 import statistics
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from data_utils.tables import align_columns
 from megatron.tokenizer.load import find_vocab_file
@@ -49,28 +50,24 @@ def machine_facts(run: RunData, parameters: int | None) -> Facts:
     if parameters is not None:
         yield "parameters", f"{parameters / 1e6:,.2f} million"
     yield "layout", layout_label(run)
-    peak_memory = 0.0
-    memory_before = 0.0
-    skipped = 0
-    speeds = []
-    shares = []
-    for row in train:
-        peak_memory = max(peak_memory, row.get("memory_mb") or 0.0)
-        memory_before = max(memory_before, row.get("memory_before_model_mb") or 0.0)
-        skipped += row.get("skipped_steps") or 0
-        speeds.append(row.get("tflops") or 0.0)
-        shares.append(row.get("mfu") or 0.0)
+
+    def column(key: str) -> list[Any]:
+        return [row.get(key) or 0 for row in train]
+
     if train:
+        peak_memory = max(column("memory_mb"))
+        memory_before = max(column("memory_before_model_mb"))
         memory_text = f"{peak_memory / 1e3:,.2f} GB"
         if memory_before:
             memory_text += f" of the process, {memory_before / 1e3:,.2f} GB of it before the model was built"
         yield "peak memory of rank 0", memory_text
         first_row = 1 if len(train) > 1 else 0  # the first row also measures the start of training
-        speed_text = f"{statistics.median(speeds[first_row:]):.3g} TFLOP/s"
-        known_shares = list(filter(None, shares[first_row:]))
+        speed_text = f"{statistics.median(column('tflops')[first_row:]):.3g} TFLOP/s"
+        known_shares = list(filter(None, column("mfu")[first_row:]))
         if known_shares:
             speed_text += f", MFU {statistics.median(known_shares):.1%}"
         yield "speed of a rank", speed_text
+    skipped = sum(column("skipped_steps"))
     if skipped:
         yield "skipped steps", str(skipped)
     if p.pipe_parallel_size:
@@ -133,10 +130,10 @@ def facts_table(runs: Sequence[Facts]) -> list[tuple[str, list[str]]]:
     return rows
 
 
-def as_text(names: Sequence[str], runs: Sequence[Facts]) -> list[str]:
-    """Return the lines of the table for a terminal. For a single run, the table has no header.
+def as_text(names: Sequence[str], runs: Sequence[Facts]) -> str:
+    """Return the table for a terminal. For a single run, the table has no header.
 
-    A table that is wider than the terminal becomes several, with a row for each run.
+    A table that is wider than the terminal becomes several, with a row for each run and an empty line between them.
     """
     rows = [[name, *values] for name, values in facts_table(runs)]
     if len(runs) > 1:
@@ -146,8 +143,4 @@ def as_text(names: Sequence[str], runs: Sequence[Facts]) -> list[str]:
     if len(parts) > 1:
         turned = list(zip(*rows, strict=True))
         parts = list(split_columns(turned, gap=2))
-    lines: list[str] = []
-    for part in parts:
-        lines += ["", *align_columns(part)]
-    # An empty line stands before each part, also before the first.
-    return lines[1:]
+    return "\n\n".join(map(align_columns, parts))

@@ -16,6 +16,14 @@ from .timetable import Timetable, as_svg
 
 Runs = Sequence[RunData]
 RUN_COLOURS = 8  # number of run colours in page.css
+CONTROLS = (
+    '<section class="controls"><span class="pick">'
+    '<label><input type="radio" name="x" value="iteration" checked>iterations</label>'
+    '<label><input type="radio" name="x" value="tokens">tokens</label>'
+    '<label><input type="radio" name="x" value="hours">hours</label></span>'
+    '<label class="smooth">smooth <input type="range" id="smooth" min="0" max="0.98" step="0.01" value="0"></label>'
+    '<button id="whole" hidden>reset zoom</button></section>'
+)  # HTML of the controls that all charts share
 
 
 def escape(text: object) -> str:
@@ -59,14 +67,15 @@ def _body(runs: Runs, parameters: Sequence[int | None], timetables: Mapping[int,
         columns.append([*facts.result_facts(run), *facts.machine_facts(run, parameter_count)])
     now = time.strftime("%Y-%m-%d %H:%M")
     title = names[0] if len(runs) == 1 else f"{len(runs)} runs"
+    note = facts.tokenizer_note(runs)
     parts = [
         f'<header><h1>{escape(title)}</h1><span class="when">{now}</span>'
         '<button id="theme" title="light or dark" aria-label="light or dark">◐</button></header>',
         _cards(runs),
-        _controls(),
+        CONTROLS,
         _figures(runs, all_charts(runs)),
         _table("Results", names, facts.facts_table(columns)),
-        _note(facts.tokenizer_note(runs)),
+        f'<p class="note">{escape(note)}</p>' if note else "",
         _samples(runs),
         heat_map_sections(runs),
     ]
@@ -74,10 +83,6 @@ def _body(runs: Runs, parameters: Sequence[int | None], timetables: Mapping[int,
         parts.append(_timetable(runs, i, table))
     parts.append(_settings(runs, compare_settings(saved_configs)))
     return "".join(parts)
-
-
-def _note(text: str) -> str:
-    return f'<p class="note">{escape(text)}</p>' if text else ""
 
 
 def _dot(run: int) -> str:
@@ -104,19 +109,6 @@ def _cards(runs: Runs) -> str:
         if run.reason:
             reasons += f'<p class="why"><b>{escape(run.name)}</b> failed: {escape(run.reason)}</p>'
     return f'<section class="cards">{"".join(cards)}</section>{reasons}'
-
-
-def _controls() -> str:
-    """Return the HTML of the controls that all charts share."""
-    axes = ""
-    for value, words in {"iteration": "iterations", "tokens": "tokens", "hours": "hours"}.items():
-        checked = " checked" if value == "iteration" else ""
-        axes += f'<label><input type="radio" name="x" value="{value}"{checked}>{words}</label>'
-    return (
-        f'<section class="controls"><span class="pick">{axes}</span>'
-        '<label class="smooth">smooth <input type="range" id="smooth" min="0" max="0.98" step="0.01" value="0"></label>'
-        '<button id="whole" hidden>reset zoom</button></section>'
-    )
 
 
 def _figures(runs: Runs, charts: Sequence[Chart]) -> str:

@@ -165,7 +165,7 @@ def main(args: argparse.Namespace) -> None:
     names = short_names(folders)
     runs = [_read_with_baselines(folder, name) for folder, name in zip(folders, names, strict=True)]
     results = list(map(facts.result_facts, runs))
-    print("\n".join(facts.as_text(names, results)), flush=True)
+    print(facts.as_text(names, results), flush=True)
     note = facts.tokenizer_note(runs)
     if note:
         print(note, flush=True)

@@ -362,7 +362,7 @@ def as_table(verdicts: Sequence[Verdict], tolerance: float) -> str:
         rows.append([v.layout, *errors, result])
         for explanation in explanations_of(v):
             explanations.append(f"{v.layout}: {explanation}")
-    return "\n".join([*align_columns(rows), *explanations])
+    return "\n".join([align_columns(rows), *explanations])
 
 
 def explanations_of(v: Verdict) -> Iterator[str]:

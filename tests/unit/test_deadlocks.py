@@ -1,7 +1,6 @@
 """Deadlocks of pipeline schedules under NCCL's message order are detected, and no built-in schedule has one."""
 
 from collections.abc import Hashable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -55,7 +54,7 @@ def test_every_schedule_ends_wherever_stages_synchronize_their_devices(stages: i
             plan = plan_of(name, stages, micros)
             for dynamic in (False, True):
                 if not dynamic or ("interleaved" not in name and "chunks" not in name):
-                    refuse_deadlocks(plan, replace(SYNCHRONIZING, dynamic=dynamic))
+                    refuse_deadlocks(plan, SYNCHRONIZING._replace(dynamic=dynamic))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

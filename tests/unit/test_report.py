@@ -75,7 +75,7 @@ def test_facts_are_those_of_the_lines(tmp_path: Path) -> None:
     assert layout_label(divided) == "no pipeline x data 2 x model 1, experts over 2"
     assert progress(run) == ("stopped · iteration 20 of 40", 0.5)
     assert ("training loss, first and last line", "7.000, 6.000 nats/token") in result_facts(run)
-    assert as_text(["a", "b"], [[("x", "1"), ("y", "2")], [("y", "3")]]) == ["   a  b", "x  1", "y  2  3"]
+    assert as_text(["a", "b"], [[("x", "1"), ("y", "2")], [("y", "3")]]) == "   a  b\nx  1\ny  2  3"
     axes = run.axes()
     assert (axes["iteration"], axes["tokens"]) == ([0, 10, 20], [0, 10_000, 20_000])
     assert axes["hours"] == pytest.approx([0, 20 / 3600, 40 / 3600])
@@ -162,10 +162,10 @@ def test_the_ideal_timetable_has_the_micro_batches_of_its_iteration() -> None:
 def test_a_wide_table_has_the_runs_as_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "24")
     facts = [("speed", "1,234 tokens/s"), ("loss", "3.5"), ("memory", "1.25 GB")]
-    lines = as_text(["a", "b"], [facts, facts])
+    lines = as_text(["a", "b"], [facts, facts]).splitlines()
     assert max(map(len, lines)) <= 24
     assert [line.split()[0] for line in lines if line] == ["speed", "a", "b", "memory", "a", "b"]
-    assert as_text(["a"], [facts])[0] == "speed   1,234 tokens/s"
+    assert as_text(["a"], [facts]).splitlines()[0] == "speed   1,234 tokens/s"
 
 
 def test_the_state_is_that_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
