@@ -12,7 +12,7 @@ from megatron.ranks.buffers import BufferCopy
 
 from .checksums import Checksum
 from .files import BUFFER
-from .stream import DTYPE_CODES, Slot, StreamWriter, as_stored
+from .stream import DTYPE_CODES, LazyTensor, as_stored, write_tensor_file
 
 
 class SavedBuffers:
@@ -66,18 +66,16 @@ class SavedBuffers:
         """
         if not self.copies:
             return None
-        slots = []
+        entries = []
         placements = {}
         for key, value in self.copies.items():
             shape = list(value.shape)
-            slots.append(Slot(key, tuple(shape), value.dtype))
+            entries.append(LazyTensor(key, tuple(shape), value.dtype, value.detach))
             # A buffer is never split, so its only piece has all rows.
             placements[key] = {"dim": 0, "begin": 0, "end": shape[0], "shape": shape}
-        with StreamWriter(path, slots, checksum) as writer:
-            for key, value in self.copies.items():
-                writer.add(key, value)
+        file_sum = write_tensor_file(path, entries, checksum)
         # Buffers get no gradients, so "with_gradient" is empty.
-        return {"file": path.name, "sum": writer.checksum, "tensors": placements, "with_gradient": set()}
+        return {"file": path.name, "sum": file_sum, "tensors": placements, "with_gradient": set()}
 
 
 def is_savable(buffer: Tensor) -> bool:
@@ -102,18 +100,11 @@ def _saving_stage(name: str, copies: Sequence[BufferCopy]) -> int:
 def _conflict_warnings(name: str, copies: Sequence[BufferCopy]) -> Iterator[str]:
     """Yield a warning if the copies of a buffer differ between ranks, as a checkpoint stores only one copy."""
     saving_stage = _saving_stage(name, copies)
+    saved = [each for each in copies if each.pipe == saving_stage]
     # Each set has the fingerprints along one axis of the grid of ranks; the other coordinates are fixed.
-    replicas = set()
-    shards = set()
-    stages = set()
-    for each in copies:
-        is_saved = each.pipe == saving_stage
-        if is_saved and each.model == 0:
-            replicas.add(each.fingerprint)
-        if is_saved and each.data == 0:
-            shards.add(each.fingerprint)
-        if each.changed and each.data == 0 and each.model == 0:
-            stages.add(each.fingerprint)
+    replicas = {each.fingerprint for each in saved if each.model == 0}
+    shards = {each.fingerprint for each in saved if each.data == 0}
+    stages = {each.fingerprint for each in copies if each.changed and each.data == 0 and each.model == 0}
     if name.startswith("loss_fn."):  # the last stage saves it, whatever other stages do with their copies
         stages.clear()
     for fingerprints, axis, advice in (

@@ -6,12 +6,13 @@ its next sample.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron.config import Config
 from megatron.config.batches import Consumed, schedule_in_samples
+from megatron.config.command_line import with_values
 from megatron.config.data_stages import Stage, StagedCorpora, parse_stages, prefixes_in, stages_as_json
 from megatron.config.fields import ConfigError
 from megatron.data.corpus_paths import is_triple, parse_blend
@@ -57,15 +58,14 @@ def with_consumed_data(config: Config, path: Path | None, wanted: Wanted, reads_
     if note:
         print_rank_0(f"note: {note}")
     if schedule:
-        config = replace(config, train=replace(config.train, batch_size_schedule=schedule))
+        config = with_values(config, {"batch_size_schedule": schedule})
     if not stages:
         return config
     data = config.data
     # Stages without --valid-data-path hold out documents of the first stage for validation; () prevents that.
     is_separate = data.train_data_path is not None and data.valid_data_path is None and data.test_data_path is None
     valid = () if is_separate else data.valid_data_path
-    staged = replace(data, data_stages=(stages,), train_data_path=None, valid_data_path=valid)
-    return replace(config, data=staged)
+    return with_values(config, {"data_stages": (stages,), "train_data_path": None, "valid_data_path": valid})
 
 
 def _changes_by_checkpoint(path: Path, config: Config, override: bool, reads_corpora: bool) -> _Changes:
@@ -205,16 +205,14 @@ def describe_difference(saved: Config, config: Config, consumed: Consumed) -> st
     plans = _stage_plans(saved, config, consumed)
     past_saved = _split_at(plans.saved, consumed.samples).past
     past_current = _split_at(plans.current, consumed.samples).past
-    # One of the lists may be longer; its additional stages are described after the loop.
-    for old_stage, new_stage in zip(past_saved, past_current, strict=False):
+    # One of the lists may be longer; beside its additional stages, the stage of the other list is None.
+    for old_stage, new_stage in zip_longest(past_saved, past_current):
+        if new_stage is None:
+            return f"{old_stage.name} is only in the checkpoint"
+        if old_stage is None:
+            return f"{new_stage.name} is only in this run"
         if old_stage != new_stage:
             return f"{old_stage.name} was {' '.join(old_stage.words)} and is now {' '.join(new_stage.words)}"
-    num_saved = len(past_saved)
-    num_current = len(past_current)
-    if num_saved > num_current:
-        return f"{past_saved[num_current].name} is only in the checkpoint"
-    if num_saved < num_current:
-        return f"{past_current[num_saved].name} is only in this run"
     return ""
 
 

@@ -12,6 +12,7 @@ from megatron.config import Config, with_family
 from megatron.config.command_line import HOME, RENAMED, with_values
 from megatron.config.fields import ConfigError
 from megatron.config.messages import describe_error
+from megatron.json_text import JsonError, parse_json
 from megatron.model.layers import global_buffers, global_parameters
 from megatron.storage import RemotePath
 from tds.average import AVERAGE
@@ -20,7 +21,7 @@ from . import schema
 from .bounds import refuse_absurd_sizes
 from .checksums import checksum_algorithm
 from .files import BUFFER, FORMAT, INDEX, WEIGHT, CheckpointError
-from .stream import DTYPE_CODES, FLOAT_CODES, as_stored, open_tensors
+from .stream import DTYPE_CODES, DTYPES, FLOAT_CODES, as_stored, open_tensors
 from .sums import check_file, read_sums, unreadable_error
 
 
@@ -135,7 +136,7 @@ class CheckpointReader:
         """Return the dtype of tensor `key`."""
         nonempty_piece = next(piece for piece in self.tensors[key]["pieces"] if piece["begin"] < piece["end"])
         stored_code = self._open_piece(key, nonempty_piece).get_dtype()
-        return next(dtype for dtype, code in DTYPE_CODES.items() if code == stored_code)
+        return DTYPES[stored_code]
 
     def read_shard(self, key: str, parameter: nn.Parameter) -> Tensor:
         """Return this rank's shard of tensor `key` in the shape of `parameter`; padding rows are zeros."""
@@ -163,12 +164,13 @@ class CheckpointReader:
 def _read_index(path: Path, files: Collection[str]) -> dict[str, Any]:
     """Return the content of checkpoint.json. files: names in the list of checksums. Raises CheckpointError."""
     try:
-        content = schema.parse_index((path / INDEX).read_text(encoding="utf-8"))
+        text = (path / INDEX).read_text(encoding="utf-8")
+        content: dict[str, Any] = parse_json(text, "the file", dict, constants=False)
         version = content.get("format")
         if version not in (2, FORMAT):
             raise CheckpointError(f"{path} has format {version}; this version reads formats 2 and {FORMAT}")
         schema.check_index(content, files)
-    except (OSError, UnicodeDecodeError, schema.SchemaError) as error:
+    except (OSError, UnicodeDecodeError, JsonError, schema.SchemaError) as error:
         raise CheckpointError(f"{path / INDEX} cannot be read: {describe_error(error)}") from None
     model = content["config"]["model"]
     if version == 2 and model.get("activation") == "gelu":

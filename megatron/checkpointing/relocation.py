@@ -6,12 +6,12 @@ The tokenizer's files are copied next to the checkpoints. A fingerprint identifi
 
 import hashlib
 import json
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ..atomic import atomic_folder, copy_file, remove, write_text
 from ..config import Config
+from ..config.command_line import with_values
 from ..storage import RemotePath
 from ..tokenizer.load import VOCAB_FILES, find_vocab_file, has_vocab_file
 from ..tokenizer.sibling_files import (
@@ -131,7 +131,7 @@ def with_kept_tokenizer(config: Config, checkpoint: Path) -> Config:
     for home in homes:
         vocab_file = kept_tokenizer(home, given)
         if vocab_file is not None:
-            return replace(config, data=replace(config.data, vocab_file=vocab_file))
+            return with_values(config, {"vocab_file": vocab_file})
     return config
 
 
@@ -155,4 +155,4 @@ def _download_tokenizer(folder: RemotePath) -> Path:
 def with_own_tokenizer(config: Config, run_dir: Path) -> Config:
     """Return the settings of the run in `run_dir`; --vocab-file is its copy of the tokenizer, if there is one."""
     vocab_file = kept_tokenizer(run_dir, config.data.vocab_file) or config.data.vocab_file
-    return replace(config, data=replace(config.data, vocab_file=vocab_file))
+    return with_values(config, {"vocab_file": vocab_file})

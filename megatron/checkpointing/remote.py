@@ -11,9 +11,8 @@ from ..storage import RemotePath, StorageError
 from .files import INDEX
 from .foreign import is_own
 from .schema import is_count
-from .stream import DTYPE_CODES
+from .stream import DTYPES
 
-DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 MAX_HEADER_BYTES = 100 << 20  # bytes of a header that safetensors accepts
 
 

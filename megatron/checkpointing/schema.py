@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any
 
-from megatron.json_text import JsonError, are_number_pairs, brief, format_value, is_list, is_object, parse_json
+from megatron.json_text import are_number_pairs, brief, format_value, is_list, is_object
 
 from .files import WEIGHT
 from .state import TrainState
@@ -16,16 +16,6 @@ REQUIRED_KEYS = ("format", "state", "rng_seed", "optimizer", "tokenizer", "posit
 
 class SchemaError(ValueError):
     """checkpoint.json is invalid; the message names the key and the problem."""
-
-
-def parse_index(text: str) -> dict[str, Any]:
-    """Parse the JSON in `text`. Raises SchemaError for invalid JSON, duplicate keys, NaN and infinities."""
-
-    try:
-        content: dict[str, Any] = parse_json(text, "the file", dict, constants=False)
-    except JsonError as error:
-        raise SchemaError(str(error)) from None
-    return content
 
 
 def is_count(value: Any) -> bool:

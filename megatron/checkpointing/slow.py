@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch.distributed as dist
+from megatron.ranks.rank_0 import own_rank
 
 SLOW_SECONDS = 300.0  # writing time after which a note is printed; enough for a large share on a slow disk
 
@@ -13,7 +13,7 @@ SLOW_SECONDS = 300.0  # writing time after which a note is printed; enough for a
 @contextlib.contextmanager
 def warn_if_slow(path: Path) -> Iterator[None]:
     """Print a note if the `with` block, which writes `path`, takes more than `SLOW_SECONDS`, as on a hanging disk."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank = own_rank()
     message = (
         f"note: rank {rank} has been writing {path} for {SLOW_SECONDS:g} s; if the disk hangs, this checkpoint never "
         "becomes valid, and the next save waits for it"

@@ -23,6 +23,7 @@ DTYPE_CODES = FLOAT_CODES | {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
+DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
 def as_stored(buffer: Tensor) -> Tensor:

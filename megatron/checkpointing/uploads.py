@@ -4,10 +4,8 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch.distributed as dist
-
 from megatron.atomic import remove
-from megatron.ranks.rank_0 import is_rank_0
+from megatron.ranks.rank_0 import is_rank_0, own_rank
 from megatron.storage import RemotePath
 
 from .checksums import Checksum
@@ -22,8 +20,7 @@ class Uploads:
     """Files of this rank on their way to object storage. staging: folder on this machine for them."""
 
     def __init__(self, staging: Path) -> None:
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        self.folder = staging / f"rank-{rank:05d}"
+        self.folder = staging / f"rank-{own_rank():05d}"
 
     def prepare(self, final: Path) -> Path:
         """Return the empty folder into which this rank writes its files; rank 0 makes room for the checkpoint `final`.

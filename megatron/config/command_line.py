@@ -3,7 +3,7 @@
 Precedence: defaults < `--config FILE` < flags. If a flag is given several times, its last value wins.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -95,19 +95,18 @@ def values_of_files(names: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-def _command_line_problems(config: Config, script_family: str | None) -> list[str]:
-    """Return the problems that are refused only on a command line, as config.json of older checkpoints may have them.
+def _command_line_problems(config: Config, script_family: str | None) -> Iterator[str]:
+    """Yield the problems that are refused only on a command line, as config.json of older checkpoints may have them.
 
     script_family: family of the entry script.
     """
-    problems = []
     family = config.model.family
     if script_family and family != script_family:
-        problems.append(f"this script trains only the family {script_family}, not --family {family}")
+        yield f"this script trains only the family {script_family}, not --family {family}"
     optim = config.optim
     if optim.min_lr > optim.lr and optim.lr_decay_style != "constant":
-        problems.append(f"--min-lr {optim.min_lr:g} exceeds --lr {optim.lr:g}, the peak; give a smaller --min-lr")
-    return [*problems, *location_problems(config)]
+        yield f"--min-lr {optim.min_lr:g} exceeds --lr {optim.lr:g}, the peak; give a smaller --min-lr"
+    yield from location_problems(config)
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import Field
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple, NoReturn
 
 from .._compat import compat
@@ -30,6 +30,10 @@ def read_flags(words: Sequence[str]) -> _Flags:
     values.pop("local_rank", None)  # no setting: launchers pass it
     foreign = values.pop("foreign", {})
     files = values.pop("config", [])
+    for _, _, setting in settings():
+        # After a flag that takes several words, the single word `none` stands for the setting's default.
+        if values.get(setting.name) == ["none"]:
+            values[setting.name] = setting.default
     return _Flags(values, foreign, files, unknown)
 
 
@@ -69,7 +73,7 @@ def _argument_options(section: type, setting: Any) -> dict[str, Any]:
     kind = next(each for each in kinds if each is not type(None))  # int for `int | None`
     options: dict[str, Any] = {"metavar": metavar(setting, kind)}
     if kind is tuple:
-        return options | {"nargs": "+", "type": str, "action": partial(_WordsAction, none_value=setting.default)}
+        return options | {"nargs": "+", "type": str}
     return options | {"type": _or_word_none(kind) if type(None) in kinds else kind}
 
 
@@ -84,18 +88,6 @@ def _or_word_none(kind: type) -> Callable[[str], Any]:
 
     convert.__name__ = kind.__name__  # argparse prints this name in its own messages
     return convert
-
-
-class _WordsAction(argparse.Action):
-    """Argument that takes several words, or the single word `none`, which stands for the setting's default."""
-
-    def __init__(self, *args: Any, none_value: tuple[str, ...] | None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.none_value = none_value
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        value = self.none_value if values == ["none"] else values
-        setattr(namespace, self.dest, value)
 
 
 def metavar(setting: "Field[Any]", kind: type) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ..json_text import brief
 from .batches import schedule_problem
-from .fields import Section, at_least, one_of, opt, problems_where
+from .fields import Section, at_least, flag, one_of, opt, problems_where
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,21 +116,16 @@ class TrainConfig(Section):
 
     def _problems(self) -> Iterator[str]:
         """Yield an error text for each invalid range to skip, and for flags of evaluations on tasks without tasks."""
-        for word in self.skip_iterations or ():
-            yield from _range_problems("--skip-iterations", word)
-        for word in self.skip_samples or ():
-            yield from _range_problems("--skip-samples", word)
+        for name in ("skip_iterations", "skip_samples"):
+            for word in getattr(self, name) or ():
+                problem = range_problem(word)
+                if problem:
+                    yield f"{flag(name)} {brief(word)} {problem}"
         if not self.eval_tasks:
             yield from problems_where(
                 (self.eval_tasks_interval is not None, "--eval-tasks-interval needs --eval-tasks"),
                 (self.eval_tasks_limit is not None, "--eval-tasks-limit needs --eval-tasks"),
             )
-
-
-def _range_problems(flag: str, word: str) -> Iterator[str]:
-    problem = range_problem(word)
-    if problem:
-        yield f"{flag} {brief(word)} {problem}"
 
 
 def range_problem(word: str) -> str | None:

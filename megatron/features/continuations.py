@@ -90,7 +90,6 @@ def continue_prompts(run: Run, prompts: Sequence[str], max_new_tokens: int, temp
     different iterations differ only by what the model has learned.
     """
     tokenizer = run.tokenizer
-    assert tokenizer is not None
     texts = []
     generators = []
     for prompt in prompts:

@@ -7,15 +7,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from ..config import Config
 from ..data.damage import Block, blocks_of, pairs_of, sidecar_sums
 from ..data.fingerprints import made_with
 from ..data.indexed_dataset import DatasetError
 from ..ranks.agreement import raise_on_all_ranks
 from ..ranks.objects import gather_objects
-from ..ranks.rank_0 import print_rank_0
+from ..ranks.rank_0 import own_rank, print_rank_0
 from ..storage import RemotePath, to_path
 from ..training.data_ranks import reads_data
 from ..training.feature import Feature, Plan
@@ -192,7 +190,7 @@ def _files_of_rank(
     gets blocks 1, 4, 7, ... blocks_before: number of blocks of each local file that rank 0 has compared; a file that
     has no more of them is left out.
     """
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank = own_rank()
     shares = []
     for file in files:
         path = str(file.path)

@@ -287,9 +287,8 @@ def _note(ratios: Mapping[Shape, Ratios], precision: str) -> str:
 def read_cache(path: Path) -> dict[str, Ratios]:
     """Return the cached measurements; none if the file is missing or damaged, as the only cost is a new measurement."""
     with contextlib.suppress(OSError, ValueError):
-        cached = read_json(path)
-        if isinstance(cached, dict):
-            return {key: value for key, value in cached.items() if _are_ratios(value)}
+        cached = read_json(path, dict)
+        return {key: value for key, value in cached.items() if _are_ratios(value)}
     return {}
 
 
@@ -322,7 +321,7 @@ def describe_cpu() -> str:
     lines = []
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    name = next(iter(models), "an unknown CPU")
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    name = next(models, "an unknown CPU")
     capability = torch.backends.cpu.get_cpu_capability()
     return f"{name}, {capability}, torch {torch.__version__}, {torch.get_num_threads()} threads"

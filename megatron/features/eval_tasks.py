@@ -102,10 +102,7 @@ class RankScorer(LogLikelihoods):
 
         # From [micro-batches, 2, b] to [2, requests]; the last micro-batch may have rows without a request.
         losses, wrong_tokens = sums.transpose(0, 1).flatten(1)[:, : len(requests)].tolist()
-        scores = []
-        for loss, num_wrong in zip(losses, wrong_tokens, strict=True):
-            scores.append(Scored(-loss, greedy=num_wrong == 0))
-        return scores
+        return [Scored(-loss, greedy=num_wrong == 0) for loss, num_wrong in zip(losses, wrong_tokens, strict=True)]
 
     def _score_on_rank(self, batches: Sequence[Sequence[Request]]) -> dict[int, list[list[float]]]:
         """Run this rank's micro-batches; return {number of a micro-batch: [2, b]} if this rank is to report them.

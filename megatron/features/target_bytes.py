@@ -31,7 +31,7 @@ def bytes_per_target(run: Run, part: str, samples: range) -> dict[str, float]:
     The result is empty if there is no such data set, or if its samples have a form that is not known.
     """
     dataset = run.datasets[PARTS.index(part)] if part in PARTS else None
-    if dataset is None or run.tokenizer is None:
+    if dataset is None:
         return {}
     corpora = configured_corpora(run.config)
     # A single data set has no name.
@@ -41,11 +41,7 @@ def bytes_per_target(run: Run, part: str, samples: range) -> dict[str, float]:
     with keep_random_state(run.device):
         for name, each in named.items():
             _count_samples(_samples(each, samples), name, corpora, run, counts, max_targets)
-    means = {}
-    for name, (size, targets) in counts.items():
-        if targets:
-            means[name] = size / targets
-    return means
+    return {name: size / targets for name, (size, targets) in counts.items() if targets}
 
 
 def corpus_bytes_per_target(run: Run, part: str, name: str) -> float | None:
@@ -55,7 +51,7 @@ def corpus_bytes_per_target(run: Run, part: str, name: str) -> float | None:
     """
     data = run.config.data
     dataset = run.datasets[PARTS.index(part)] if part in PARTS else None
-    if run.tokenizer is None or not data.names_corpora:
+    if not data.names_corpora:
         return None
     names = dict(zip(prefixes_of(data.paths), corpus_names(data.paths), strict=True))
     counts: Counts = defaultdict(lambda: [0, 0])

@@ -4,6 +4,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -103,9 +104,7 @@ def _differences(values_by_rank: Mapping[int, Mapping[str, str]], only_common: b
 
     values_by_rank: rank -> values by name. only_common: skip the names that some ranks lack.
     """
-    names = Counter[str]()
-    for rank_values in values_by_rank.values():
-        names.update(rank_values.keys())
+    names = Counter(chain(*values_by_rank.values()))  # name -> number of ranks that have it
     differences = []
     for name, num_ranks in names.items():
         if only_common and num_ranks < len(values_by_rank):

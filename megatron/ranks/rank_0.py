@@ -1,4 +1,4 @@
-"""Printing on rank 0 only."""
+"""The rank of this process, and printing on rank 0 only."""
 
 from collections.abc import Iterable
 
@@ -6,9 +6,14 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 
+def own_rank() -> int:
+    """Return the rank of this process; 0 if torch.distributed is not initialized."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def is_rank_0() -> bool:
     """Return whether this process is rank 0 or torch.distributed is not initialized."""
-    return not dist.is_initialized() or dist.get_rank() == 0
+    return own_rank() == 0
 
 
 def print_rank_0(message: object) -> None:

@@ -1,8 +1,8 @@
 """Check that copies of weights are equal on all ranks that hold them, at every save."""
 
 import hashlib
-from collections import defaultdict
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -117,11 +117,10 @@ def _tied_fingerprints(model: nn.Module, fingerprints: Mapping[WeightKey, int]) 
 
 def _ties_are_equal(tied: Mapping[str, int]) -> bool:
     """Return whether all stages have the same fingerprint of each tied weight."""
-    values_by_name: dict[str, set[int]] = defaultdict(set)
+    pairs = set[tuple[str, int]]()  # of name and fingerprint, of all stages
     for stage in gather_objects(tied, mpu.get_mesh().pipe):
-        for name, value in stage.items():
-            values_by_name[name].add(value)
-    return all(len(values) == 1 for values in values_by_name.values())
+        pairs.update(stage.items())
+    return len(pairs) == len(dict(pairs))  # else a name is in several pairs, of which dict() keeps one
 
 
 def _equal_on_ranks(values: Mapping[WeightKey, int], axis: mpu.Axis, device: torch.device) -> bool:
@@ -146,9 +145,7 @@ def _describe_difference(fingerprints: Mapping[WeightKey, int], tied: Mapping[st
         held_stage = None if key.name in tied else stage  # copies of a tied weight lie on several stages
         own_values[(key, held_stage)] = value
     values_by_rank = gather_objects(own_values)
-    keys: dict[tuple[WeightKey, int | None], None] = {}  # an ordered set of all ranks' weights
-    for rank_values in values_by_rank:
-        keys |= dict.fromkeys(rank_values)
+    keys = dict.fromkeys(chain(*values_by_rank))  # an ordered set of all ranks' weights
     for weight in keys:
         value_by_rank = {rank: held[weight] for rank, held in enumerate(values_by_rank) if weight in held}
         _, first_rank, other_ranks = split_by_majority(value_by_rank)

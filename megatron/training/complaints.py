@@ -16,8 +16,7 @@ from ..data.indexed_dataset import IndexedDataset
 from ..data.workers import describe_worker_end
 from ..ranks.errors import RunError, exit_now, one_line_error
 from ..ranks.signals import INTERRUPTED
-from ..storage import is_url
-from .inputs import MissingInputs, corpora_of_run
+from .inputs import MissingInputs, local_corpora
 
 
 def is_bug(error: BaseException) -> bool:
@@ -78,9 +77,8 @@ def _corpus_damage(config: Config | None) -> str | None:
     if config is None:
         return None
     try:
-        for prefix in corpora_of_run(config):
-            if not is_url(prefix):
-                IndexedDataset(prefix)  # raises for damaged files
+        for prefix in local_corpora(config):
+            IndexedDataset(prefix)  # raises for damaged files
     except (ValueError, OSError) as error:
         return describe_error(error)
     return None

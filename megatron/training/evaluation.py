@@ -34,10 +34,12 @@ def evaluate(run: Run, part: str) -> float | None:
             total[key] += value
         if name:
             rows.append(_evaluation_row(sums, f"{part}/{name}", iteration))
-    rows += run.features.evaluated(part, iteration, total)
+    for feature in run.features:
+        rows += feature.evaluated(part, iteration, total)
     total_row = _evaluation_row(total, part, iteration)
     for row in [*rows, total_row]:
-        run.features.extend(row)
+        for feature in run.features:
+            feature.extend(row)
         if "lm_loss" in row:  # a feature may add rows without a loss, which are only logged
             print_rank_0(_format_line(row))
         run.metrics.write(row)

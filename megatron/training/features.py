@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import Config
 from ..config.feature_table import TABLE
-from ..ranks.agreement import raise_on_all_ranks
 from ..ranks.errors import RunError
 from ..ranks.rank_0 import print_rank_0
-from .feature import Feature, Interval, Plan
+from .feature import Feature, Interval
 
 if TYPE_CHECKING:
     from .run_state import Run
@@ -20,19 +19,18 @@ if TYPE_CHECKING:
 Entries = dict[str, Any]  # entries of a row of metrics.jsonl, or the state of a feature
 
 
-class Features:
+class Features(list[Feature]):
     """The features of a run, in the order in which they are called: those of the table, then the user's own.
 
     own: features that the caller of `run` has made. Raises ValueError if two features have one name.
     """
 
     def __init__(self, config: Config, own: Sequence[Feature] = ()) -> None:
-        self.all: list[Feature] = []
         for name, row in TABLE.items():
             if row.wanted(config):
                 feature = _load_feature(row.class_path)
                 feature.name = name
-                self.all.append(feature)
+                self.append(feature)
         names = set(TABLE)
         if not isinstance(own, Sequence) or not all(isinstance(each, Feature) for each in own):
             raise ValueError(f"features must be a list of objects of subclasses of Feature, not {own!r}")
@@ -42,57 +40,30 @@ class Features:
             if feature.name in names:
                 raise ValueError(f"two features have the name {feature.name}; give {kind} another `name`")
             names.add(feature.name)
-            self.all.append(feature)
-
-    def __iter__(self) -> Iterator[Feature]:
-        return iter(self.all)
-
-    def prepare(self, plan: Plan) -> None:
-        """Call `prepare` of each feature. If one raises ValueError on a rank, every rank raises RunError."""
-        for each in self.all:
-            with raise_on_all_ranks():
-                each.prepare(plan)
+            self.append(feature)
 
     @contextmanager
     def running(self, run: "Run") -> Iterator[None]:
         """Context of the iterations of `run`: call `start` of each feature, and `close` at the end, in reverse."""
         with ExitStack() as stack:
-            for each in self.all:
+            for each in self:
                 each.start(run)
                 stack.push(partial(_close_feature, each))
             yield
 
-    def before_save(self, iteration: int) -> None:
-        """Call `before_save` of each feature."""
-        for each in self.all:
-            each.before_save(iteration)
-
     def row(self, interval: Interval) -> Entries:
         """Return the entries of all features; dicts of one name are merged, such as the numbers of layers."""
         entries: Entries = {}
-        for each in self.all:
+        for each in self:
             row = each.row(interval)
             _check_entries(each.name, "row", row, allow_nan=True)
             _merge_entries(entries, row)
         return entries
 
-    def rows(self, iteration: int) -> list[Entries]:
-        """Return the further rows of all features."""
-        return [row for each in self.all for row in each.rows(iteration)]
-
-    def extend(self, row: Entries) -> None:
-        """Call `extend` of each feature."""
-        for each in self.all:
-            each.extend(row)
-
-    def evaluated(self, split: str, iteration: int, sums: Mapping[str, float]) -> list[Entries]:
-        """Return the further rows of all features about an evaluation."""
-        return [row for each in self.all for row in each.evaluated(split, iteration, sums)]
-
     def state(self) -> dict[str, Entries]:
         """Return name -> state of each feature that has one. Raises RunError for a state that JSON cannot hold."""
         states = {}
-        for each in self.all:
+        for each in self:
             state = each.state()
             if state:
                 _check_entries(each.name, "state", state, allow_nan=False)
@@ -101,7 +72,7 @@ class Features:
 
     def load(self, states: Mapping[str, Entries]) -> None:
         """Restore the states of a checkpoint. Raises ValueError for a state of a feature that is not known."""
-        by_name = {each.name: each for each in self.all}
+        by_name = {each.name: each for each in self}
         for name, state in states.items():
             if name in by_name:
                 by_name[name].load(state)

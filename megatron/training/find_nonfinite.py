@@ -65,7 +65,7 @@ def gather_findings(model: nn.Module, recompute: Callable[[], object]) -> list[F
     recompute: function that computes the skipped step again.
     """
     named = list(global_parameters(model))  # pairs (name, parameter)
-    weights = [name for name, p in named if not _is_finite(local_shard(p))]
+    first_weight = next((name for name, p in named if not _is_finite(local_shard(p))), None)
     nonfinite: set[str] = set()  # names of parameters
 
     def record_nonfinite(name: str, gradient: Tensor) -> None:
@@ -76,9 +76,7 @@ def gather_findings(model: nn.Module, recompute: Callable[[], object]) -> list[F
     recompute()
     for hook in hooks:
         hook.remove()
-    gradients = [name for name, _ in named if name in nonfinite]  # in the order of the model
-    first_weight = next(iter(weights), None)
-    first_gradient = next(iter(gradients), None)
+    first_gradient = next((name for name, _ in named if name in nonfinite), None)  # in the order of the model
     return gather_objects(Finding(mpu.get_mesh().share.rank, first_weight, first_gradient))
 
 

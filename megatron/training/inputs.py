@@ -166,6 +166,11 @@ def corpora_of_run(config: Config) -> list[str]:
     return prefixes_of(config.data.paths) if config.data.names_corpora else []
 
 
+def local_corpora(config: Config) -> list[str]:
+    """Return those prefixes of `corpora_of_run` whose files are on this machine, not in object storage."""
+    return [prefix for prefix in corpora_of_run(config) if not is_url(prefix)]
+
+
 def check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
     """Raise ValueError if a corpus's metadata shows another tokenizer, or another or no end-of-document token.
 
@@ -204,9 +209,8 @@ def note_on_objective(metadata: Mapping[str, Any], config: Config) -> str | None
 
 def check_corpora(config: Config) -> None:
     """Raise ValueError if a bounded look at the corpora on this machine finds damaged blocks or holes."""
-    prefixes = [prefix for prefix in corpora_of_run(config) if not is_url(prefix)]
     blocks = blocks_at_start(config)
-    for prefix in prefixes:
+    for prefix in local_corpora(config):
         for problem in find_problems(prefix, made_with(prefix), blocks):
             raise ValueError(problem)  # the first problem is enough
 
@@ -216,10 +220,9 @@ def blocks_at_start(config: Config) -> int:
 
     `megatron/features/corpus_checks.py` compares the others while the run trains.
     """
-    local_corpora = sum(not is_url(prefix) for prefix in corpora_of_run(config))
     # At least one block of each corpus, and no more in all than those of four corpora if there are many: 4 for each of
     # up to 4 corpora, 16 // 8 = 2 for each of 8.
-    share = 4 * BLOCKS_AT_START // max(local_corpora, 1)
+    share = 4 * BLOCKS_AT_START // max(len(local_corpora(config)), 1)
     return min(BLOCKS_AT_START, max(1, share))
 
 

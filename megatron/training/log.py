@@ -144,8 +144,12 @@ class TrainingLog(Feature):
             row["timers_ms"] = milliseconds
             words = [f"{name} {spent:.1f} ms" for name, spent in milliseconds.items()]
             print_rank_0("   per iteration: " + ", ".join(words))
-        for new_row in [row, *run.features.rows(run.state.iteration)]:
-            run.features.extend(new_row)
+        new_rows = [row]
+        for feature in run.features:
+            new_rows += feature.rows(run.state.iteration)
+        for new_row in new_rows:
+            for feature in run.features:
+                feature.extend(new_row)
             run.metrics.write(new_row)
         self.reset_statistics()
         self.restart_timer()

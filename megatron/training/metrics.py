@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -59,7 +60,7 @@ class MetricsWriter:
         self._unwritten: list[str] = []  # lines of metrics.jsonl that could not be written yet
         self.is_paused = False  # True if the run has lost its run directory, in which it may not write then
         # Name of a writer -> (iteration, numbers) of the rows that it does not have yet.
-        self._unsent: dict[str, list[tuple[int, dict[str, Any]]]] = {}
+        self._unsent: defaultdict[str, list[tuple[int, dict[str, Any]]]] = defaultdict(list)
         self._rows_at_start: set[tuple[str, int]] = set()  # arguments for which `has_row` returns True
         if active:
             self._path = Path(run_dir) / "metrics.jsonl"
@@ -132,7 +133,7 @@ class MetricsWriter:
             can_show = "samples" not in row or getattr(writer, "shows_texts", False)
             if numbers and can_show:
                 entry = (row["iteration"], numbers)
-                self._unsent.setdefault(writer.name, []).append(entry)
+                self._unsent[writer.name].append(entry)
                 self._forward(writer)
 
     def _forward(self, writer: Writer) -> None:
@@ -188,9 +189,8 @@ class MetricsWriter:
         if self._unwritten:
             tqdm.write(f"note: the last {len(self._unwritten)} lines of {self._path} were not written")
         for writer in list(self._writers):  # a copy, as `_forward` removes a writer that fails
-            if self._unsent.get(writer.name):
-                self._forward(writer)
-            missing = len(self._unsent.get(writer.name, ()))
+            self._forward(writer)
+            missing = len(self._unsent[writer.name])
             if missing:
                 tqdm.write(f"note: the last {missing} rows of {writer.name} were not written")
             try:

@@ -107,7 +107,8 @@ class Saves(Feature):
             )
         # After a failed save or the loss of a folder, this state may be missing on the disk.
         if iteration != self._saved_iteration or run.saver.failures or lost:
-            run.features.before_save(iteration)  # a feature may raise to prevent the save
+            for feature in run.features:
+                feature.before_save(iteration)  # it may raise to prevent the save
             with trace.span("checkpoint"):
                 run.saver.save(state, must_succeed=is_last)
         if lost:

@@ -58,7 +58,9 @@ def set_up(task: Task, config: Config, resolved: Resolved, own_features: Sequenc
         given_config = config  # `config` also gets the data stages and the learning-rate schedule of the checkpoint
         config = with_consumed_data(config, start.path, start.wanted, reads_corpora(task))
         plan = Plan(task, config, resolved, device, tokenizer)
-        features.prepare(plan)
+        for feature in features:
+            with raise_on_all_ranks():
+                feature.prepare(plan)
         datasets = open_datasets(task, given_config, config, tokenizer, start)
 
         # The checkpoint, if there is one, replaces all initial weights, so they need not be drawn.

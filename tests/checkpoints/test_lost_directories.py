@@ -96,7 +96,7 @@ def test_a_run_that_lost_its_folder_after_skipped_steps_saves_the_last_good_stat
     run: Any = SimpleNamespace(state=TrainState(iteration=100), saver=saver, log=log, stop=False)
     run.config = SimpleNamespace(checkpoint=SimpleNamespace(exit_interval=None, save_interval=0))
     run.signals = SimpleNamespace(agree=lambda is_written: (StopSignal.SAVE_AND_STOP, is_written))
-    run.features = SimpleNamespace(before_save=lambda iteration: None)
+    run.features = []
     places: Any = SimpleNamespace(find_lost=lambda: LostPlace("runs/mine was removed", is_retaken=True))
     saves = Saves(run, places)
     run.state = TrainState(iteration=103)

@@ -225,8 +225,8 @@ def test_ranks_share_the_blocks_of_one_file(monkeypatch: pytest.MonkeyPatch) -> 
     files = [CorpusFile(Path("x.bin"), None, blocks)]
     compared = {}
     for rank in (0, 1, 3, 4):
-        monkeypatch.setattr(corpus_checks.dist, "is_initialized", lambda: True)
-        monkeypatch.setattr(corpus_checks.dist, "get_rank", lambda rank=rank: rank)
+        monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+        monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
         (file,) = corpus_checks._files_of_rank(files, identities, 4)
         compared[rank] = [block.begin for block in file.blocks]
         done = corpus_checks._files_of_rank(files, identities, 10)

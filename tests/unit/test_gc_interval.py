@@ -23,10 +23,10 @@ class _Ring:
 @contextmanager
 def _collecting(interval: int) -> Iterator[Garbage]:
     features = Features.__new__(Features)
-    features.all = [Garbage()]
+    features.append(Garbage())
     run: Any = SimpleNamespace(config=parse(["--manual-gc-interval", str(interval)], {"family": "gpt2"}))
     with features.running(run):
-        yield features.all[0]
+        yield features[0]
 
 
 def test_at_the_interval_and_not_before() -> None:

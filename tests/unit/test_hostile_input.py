@@ -17,10 +17,11 @@ from data_utils.chat_messages import Message
 from data_utils.chat_templates import template_from
 from data_utils.documents import InputError, read_texts
 from data_utils.tokenizer_training import train_byte_bpe
-from megatron.checkpointing import schema, share, slow
+from megatron.checkpointing import share, slow
 from megatron.checkpointing.checksums import SHA256
 from megatron.config.command_line import read_json
 from megatron.config.fields import ConfigError
+from megatron.json_text import JsonError, parse_json
 from megatron.rows import RowError, parse_row
 from megatron.tokenizer import load_tokenizer
 from megatron.tokenizer.base import TokenizerError, read_object
@@ -106,8 +107,8 @@ def test_numbers_of_thousands_of_digits_are_named_with_file_and_line(tmp_path: P
     ):
         with pytest.raises(error, match=SENTENCES["a_number_of_5000_digits"]):
             read(str(path))
-    with pytest.raises(schema.SchemaError, match=SENTENCES["line_3_a_number_of_5000"]):
-        schema.parse_index(path.read_text())
+    with pytest.raises(JsonError, match=SENTENCES["line_3_a_number_of_5000"]):
+        parse_json(path.read_text(), "the file", dict, constants=False)
     records = ['{"text": "a"}', '{"text": "b", "id": ' + LONG + "}"]
     for name, text in {"corpus.jsonl": "\n".join(records), "corpus.json": "[" + ",\n".join(records) + "]"}.items():
         corpus = tmp_path / name

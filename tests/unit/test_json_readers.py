@@ -93,7 +93,8 @@ def corpora(path: Path) -> object:
 
 
 def index(path: Path) -> object:
-    return schema.check_index(schema.parse_index(path.read_text(encoding="utf-8", errors="replace")), [])
+    text = path.read_text(encoding="utf-8", errors="replace")
+    return schema.check_index(parse_json(text, "the file", dict, constants=False), [])
 
 
 READERS: dict[str, tuple[Callable[[Path], object], str]] = {
