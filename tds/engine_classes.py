@@ -191,7 +191,14 @@ class ExtendedEngine(DeepSpeedEngine):  # type: ignore[misc]
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Load as DeepSpeed does, after the last step's gathers, which would otherwise overwrite what is loaded."""
         wait_for_weights(self)
-        return super().load_checkpoint(**load_arguments(self, *args, **kwargs))
+        arguments = load_arguments(self, *args, **kwargs)
+        if isinstance(self.optimizer, BF16_Optimizer):
+            # Without ZeRO, DeepSpeed saves the state of this optimizer as that of ZeRO, but does not load it as such.
+            self.zero_optimization = lambda: True
+        try:
+            return super().load_checkpoint(**arguments)
+        finally:
+            vars(self).pop("zero_optimization", None)
 
     def save_checkpoint(self, save_dir: Any, *args: Any, **kwargs: Any) -> Any:
         """Save as DeepSpeed does; at the first save, also warn of buffers whose copies differ.

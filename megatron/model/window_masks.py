@@ -24,7 +24,9 @@ def window_mask(
     keys = num_cached + queries
     if keys <= window:
         return mask
-    visible = causal_window(queries, keys, window, document_ids.device)
+    # torch.compile warns of cached functions.
+    make_window = causal_window.__wrapped__ if torch.compiler.is_compiling() else causal_window
+    visible = make_window(queries, keys, window, document_ids.device)
     if mask is None:
         return visible
     key = "window", queries, num_cached, window, mask.causal

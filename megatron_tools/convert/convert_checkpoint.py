@@ -117,6 +117,8 @@ def _config_contents(
         config_json = llama_config(config.model, reader.positions, start_id, end_id, dtype)
     else:
         config_json = gpt2_config(config.model, reader.positions, end_id, dtype)
+    # Without a version, transformers takes the words of a vocabulary of more than 100,000 tokens for a known error.
+    config_json["transformers_version"] = "5.3.0"
     if tokenizer is None:
         # A GPT-2 or Llama without a tokenizer gets only the ids that its source folder named.
         trained_roles = config_json if config.is_t5 else {}

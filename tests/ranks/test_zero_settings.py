@@ -145,3 +145,29 @@ def test_only_the_weights_of_a_checkpoint_are_loaded_in_every_stage(tmp_path: Pa
     for found in on_ranks(2, _outputs_after_load, str(tmp_path)):
         for outputs, expected in found:
             torch.testing.assert_close(outputs, expected, rtol=0, atol=0)
+
+
+def _resumed_pipeline(folder: str, zero: dict[str, int]) -> tuple[float, float]:
+    """Return the loss of the step after a save, and that of the step after the load of this checkpoint."""
+    layers = [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)]
+    net = tds.PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss, partition_method="uniform")
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+    }
+    engine = tds.initialize(model=net, optimizer=torch.optim.AdamW(net.parameters(), lr=1e-2), config=settings)[0]
+    batch = (torch.ones(2, 4).bfloat16(), torch.zeros(2, 4).bfloat16())
+    engine.train_batch(iter([batch]))
+    engine.save_checkpoint(folder, "first")
+    expected = engine.train_batch(iter([batch])).item()
+    engine.load_checkpoint(folder, "first")
+    return expected, engine.train_batch(iter([batch])).item()
+
+
+@pytest.mark.parametrize("zero", [{}, {"stage": 1}], ids=str)
+def test_a_pipeline_in_bf16_resumes_without_zero(zero: dict[str, int], tmp_path: Path) -> None:
+    """Without ZeRO, DeepSpeed saves the optimizer as with ZeRO, but looks for it elsewhere."""
+    for expected, found in on_ranks(2, _resumed_pipeline, str(tmp_path), zero):
+        assert found == expected
