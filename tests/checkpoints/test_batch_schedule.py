@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.training import log
-from tds import base_engine
+from tds import engine_classes
 from tds.schedule import ScheduleError
 from tests.support import on_ranks
 
@@ -132,7 +132,7 @@ def _refused(start: Start, data: str, vocab_file: str) -> list[int]:
         if engine.micro_batches == 1:
             raise ScheduleError("deadlock")
 
-    base_engine.prove_no_deadlock = prove  # type: ignore[attr-defined]
+    engine_classes.prove_no_deadlock = prove  # type: ignore[attr-defined]
     with pytest.raises(ScheduleError):
         make(start, data, vocab_file)
     return tried

@@ -356,7 +356,7 @@ def test_cleaning(tmp_path: Path) -> None:
     assert found != texts
     report = json.loads((tmp_path / "o.jsonl.report.json").read_text())
     assert report["dropped"] == {"too short": 1, "exact duplicate": 1, "mojibake": 1, "unreadable": 1}
-    assert report["read"] == report["kept"] + 3
+    assert report["read"] == report["kept"] + 4
     reasons = [json.loads(line)["reason"] for line in (tmp_path / "d.jsonl").read_text().splitlines()]
     assert sorted(reasons) == ["exact duplicate", "mojibake", "too short", "unreadable"]
 

@@ -29,6 +29,7 @@ SUBCLASSES = {
     "Engine": "engine",
     "ExtendedEngine": "engine",
     "PipelineHooks": "engine",
+    "PipelineOverrides": "engine",
     "PipelineEvaluation": "engine",
     "SplitBackward": "engine",
     "_PipelineProbe": "engine",
