@@ -194,11 +194,11 @@ class ExtendedEngine(DeepSpeedEngine):  # type: ignore[misc]
         arguments = load_arguments(self, *args, **kwargs)
         if isinstance(self.optimizer, BF16_Optimizer):
             # Without ZeRO, DeepSpeed saves the state of this optimizer as that of ZeRO, but does not load it as such.
-            self.zero_optimization = lambda: True
+            self.__dict__["zero_optimization"] = lambda: True
         try:
             return super().load_checkpoint(**arguments)
         finally:
-            vars(self).pop("zero_optimization", None)
+            self.__dict__.pop("zero_optimization", None)
 
     def save_checkpoint(self, save_dir: Any, *args: Any, **kwargs: Any) -> Any:
         """Save as DeepSpeed does; at the first save, also warn of buffers whose copies differ.
