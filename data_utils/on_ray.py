@@ -24,19 +24,21 @@ MAX_RETRIES = 3  # how often an item is processed again if its process dies
 ROOT = Path(__file__).resolve().parent.parent
 
 
-class _Process:
-    """Ray actor that imports a tool's module and looks up functions in this module by name.
+# Module that this process of the cluster has imported and initialised, by name
+_modules: dict[str, Any] = {}
+
+
+def _call(folder: str, module: str, start: str, settings: tuple[Any, ...], function: str, item: Any) -> Any:
+    """Call a function of a tool's module, which the first call in a process imports and initialises.
 
     The module of a running script is called `__main__`, so another process cannot import its functions from there.
     """
-
-    def __init__(self, folder: str, module: str, start: str, settings: tuple[Any, ...]) -> None:
+    if module not in _modules:
         os.chdir(folder)
-        self._module = importlib.import_module(module)
-        getattr(self._module, start)(*settings)
-
-    def call(self, function: str, item: Any) -> Any:
-        return getattr(self._module, function)(item)
+        imported = importlib.import_module(module)
+        getattr(imported, start)(*settings)
+        _modules[module] = imported
+    return getattr(_modules[module], function)(item)
 
 
 def connect(address: str) -> Any:
@@ -56,7 +58,7 @@ def connect(address: str) -> Any:
     if address == "local":
         options["include_dashboard"] = False
     try:
-        ray.init(None if address == "local" else address, **options)
+        ray.init(address, **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise InputError(
             f"--ray {address} is not a reachable Ray cluster ({' '.join(str(error).split())[:200]})"
@@ -74,25 +76,26 @@ def ordered_map_on_ray(
 ) -> Iterator[Result]:
     """Compute `work` for all items in processes of a Ray cluster, and yield the results in the order of the items.
 
-    Each of the `workers` processes first calls `start(*settings)`. `work` and `start` must be top-level functions of a
-    module or of the running script. address: as for `connect`.
+    At most `workers` processes work at once, fewer if the cluster has fewer free CPUs. Each process first calls
+    `start(*settings)`. `work` and `start` must be top-level functions of a module or of the running script.
+    address: as for `connect`.
     """
     ray = connect(address)
     # The processes must import a running script by its file, as `__main__` is another module there.
     script = sys.modules["__main__"].__file__ if work.__module__ == "__main__" else None
     module = Path(script).stem if script else work.__module__
-    as_remote = ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=MAX_RETRIES)
-    process = as_remote(_Process)
-    processes = []
-    for _ in range(max(workers, 1)):
-        processes.append(process.remote(os.getcwd(), module, start.__name__, settings))
+    task = ray.remote(num_cpus=1, max_retries=MAX_RETRIES)(_call)
+    workers = max(workers, 1)
+    running: list[Any] = []
     pending: deque[Any] = deque()
     try:
-        for number, item in enumerate(items):
-            next_process = processes[number % len(processes)]
-            pending.append(next_process.call.remote(work.__name__, item))
+        for item in items:
+            if len(running) == workers:
+                running = ray.wait(running)[1]
+            running.append(task.remote(os.getcwd(), module, start.__name__, settings, work.__name__, item))
+            pending.append(running[-1])
             # The oldest item first, so that results come in the order of the items.
-            if len(pending) >= len(processes) * ITEMS_PER_PROCESS:
+            if len(pending) >= workers * ITEMS_PER_PROCESS:
                 yield ray.get(pending.popleft())
         while pending:
             yield ray.get(pending.popleft())

@@ -92,12 +92,17 @@ def square(number: int) -> int:
 
 
 @FULL
-def test_ray_gives_what_one_machine_gives(tmp_path: Path) -> None:
-    """`ordered_map` on two Ray workers keeps the order, survives a worker's death and raises the function's errors."""
+def test_ray_gives_what_one_machine_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ordered_map` on Ray keeps the order, survives a worker's death and raises the function's errors.
+
+    It needs no more CPUs than the cluster has, and starts a cluster of its own in spite of RAY_ADDRESS.
+    """
     pytest.importorskip("ray", reason="needs ray")
+    monkeypatch.setenv("RAY_ADDRESS", "192.0.2.2:6379")
+    workers = (os.cpu_count() or 1) + 1
     found = []
     with pytest.raises(ValueError, match=SENTENCES["thirty_is_no_number"]):
-        for each in ordered_map(square, range(60), 2, begin, (str(tmp_path / "marker"),), "local"):
+        for each in ordered_map(square, range(60), workers, begin, (str(tmp_path / "marker"),), "local"):
             found.append(each)
     assert found == [number * number for number in range(30)]
     assert (tmp_path / "marker").exists()
