@@ -227,26 +227,26 @@ def _stream_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
     for block in read_blocks(source.path, size, source.encoding):
         unread += block
         ends = [match.end() for match in delimiter.finditer(unread, searched)]
+        # White space at the end may be the first part of a delimiter, so it is searched again with the next block.
+        searched += len(unread[searched:].rstrip(_DELIMITER_BYTES))
         bad: BadDocuments = ()
         cut = 0
         is_complete = bool(ends)  # whether the bytes before `cut` are whole documents
         if ends and skipping:  # the overlong document ends; the next documents are cut in the next round
             cut = ends[0]
+            searched = 0
             skipping = False
             is_complete = False
         elif ends:
             cut = ends[-1]
         elif skipping or len(unread) > largest:
-            # Discard an overlong document except the blanks at its end, which may be the first part of a delimiter.
-            cut = len(unread.rstrip(_DELIMITER_BYTES))
+            cut = searched  # discard an overlong document except the white space at its end
             if not skipping:
                 bad = ((0, _overlong_document(source.path, line, largest)),)
             skipping = True
         content = bytes(unread[:cut])
         del unread[:cut]
-        # White space at the end may be the first part of a delimiter, so it is searched again with the next block.
         searched = max(0, searched - cut)
-        searched += len(unread[searched:].rstrip(_DELIMITER_BYTES))
         if content:
             kept = content
             if not is_complete:

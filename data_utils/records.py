@@ -66,26 +66,24 @@ class _CsvLines:
         return self
 
     def __next__(self) -> str:
-        line = self._file.readline(self._largest + 1)
+        """Return the next line. If the record exceeds the limit, read to its end and raise csv.Error."""
+        line = self._read_part()
         if not line:
             raise StopIteration
-        self.number += 1
         part = line
-        while True:
-            self.size += len(part)
-            self.in_quotes ^= part.count('"') % 2 == 1  # an even number of quotes closes as many as it opens
-            if len(part) <= self._largest or part.endswith(("\n", "\r")):
-                break
-            # an overlong line is read but not stored
-            part = self._file.readline(self._largest + 1)
-            line = ""
+        while part and self.size > self._largest and (self.in_quotes or not part.endswith(("\n", "\r"))):
+            part = self._read_part()
+        if self.size > self._largest:
+            raise csv.Error(overlong_message(self._largest, "a line break outside quotes"))
         return line
 
-    def skip_record(self) -> None:
-        """Read to the end of the current record."""
-        # Each line that is read updates `in_quotes`.
-        while self.in_quotes and next(self, None) is not None:
-            pass
+    def _read_part(self) -> str:
+        """Read a line, or as much of a longer one as a record may have."""
+        part = self._file.readline(self._largest + 1)
+        self.number += part.endswith(("\n", "\r"))
+        self.size += len(part)
+        self.in_quotes ^= part.count('"') % 2 == 1  # an even number of quotes closes as many as it opens
+        return part
 
 
 def _csv_rows(path: str, encoding: str, largest: int) -> Iterator[Record | BadLine]:
@@ -103,13 +101,9 @@ def _csv_rows(path: str, encoding: str, largest: int) -> Iterator[Record | BadLi
         except csv.Error as error:
             if header is None:
                 raise InputError(f"{path}, line {lines.start}: the header is not valid CSV ({error})") from None
-            if lines.size <= largest:
-                yield BadLine(path, lines.start, f"not CSV ({error})")
-                continue
-            lines.skip_record()
-        if lines.size > largest:
-            yield BadLine(path, lines.start, overlong_message(largest, "a line break outside quotes"))
-        elif header is None:
+            yield BadLine(path, lines.start, str(error) if lines.size > largest else f"not CSV ({error})")
+            continue
+        if header is None:
             header = row or None  # an empty line before the header is skipped
             for name in row:
                 if row.count(name) > 1:
@@ -320,8 +314,9 @@ class _JsonArray:
         scanner = _ItemScanner()
         num_scanned = 0
         while (end := scanner.end(self._window, self._position)) is None:
-            # A backslash at the end is the first half of an escape, which the next block completes.
-            window_end = len(self._window) - self._window.endswith("\\")
+            # An odd backslash at the end is the first half of an escape, which the next block completes.
+            before_backslashes = len(self._window.rstrip("\\"))
+            window_end = len(self._window) - (len(self._window) - before_backslashes) % 2
             num_scanned += window_end - self._position
             self._advance_to(window_end)
             if (bounded and num_scanned > self._largest) or not self._read_block():

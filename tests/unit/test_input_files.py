@@ -1,5 +1,6 @@
 """Input files of the data tools: which files are read, and where a document begins."""
 
+import csv
 import gzip
 import json
 import time
@@ -112,6 +113,29 @@ def test_no_document_after_an_overlong_one_is_lost(tmp_path: Path, compressed: b
             found += list(documents(chunk, largest=2048))
         assert isinstance(found[0], BadLine)
         assert found[1:] == [("second",), ("third",)]
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x.txt.gz", "x.csv", "x.json"])
+def test_documents_between_overlong_ones_are_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Overlong documents consist of escapes in JSON, and of an overlong line and an empty one in CSV."""
+    monkeypatch.setattr(records, "BLOCK", 1024)
+    path = tmp_path / name
+    for shift in range(4):
+        overlong = "A" * shift + "\\" * 4000 + '"yes"\n'
+        texts = [overlong, "b" * 500, "D" * 2030, "e", overlong, "g", "h"]
+        with (gzip.open if path.suffix == ".gz" else open)(path, "wt", newline="") as file:
+            if path.suffix == ".csv":
+                csv.writer(file).writerows([[text] for text in ["text", *texts]])
+            elif path.suffix == ".json":
+                json.dump([{"text": text} for text in texts], file)
+            else:
+                file.write("\n\n".join(texts))
+        found = []
+        for chunk in chunks(Source(str(path)), 1550, 2048):
+            found += list(documents(chunk, largest=2048))
+        assert [isinstance(each, BadLine) or each for each in found] == [
+            True if text is overlong else (text,) for text in texts
+        ]
 
 
 def test_a_long_document_takes_time_linear_in_its_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
