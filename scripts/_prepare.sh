@@ -13,16 +13,16 @@ is_prepared() {
     [ -e "$VOCAB_FILE" ] && [ -f "$DATA_PATH.idx" ] && [ -f "$RUN_DIR/data/source" ]
 }
 
-# Exit with an error if a variable has another value than when it prepared the data.
+# Exit with an error if a variable has another value than in the file $1, which was written when data was prepared.
 refuse_changed_variables() {
     local name value
-    [ -f "$RUN_DIR/data/variables" ] || return 0 # data of an earlier version
+    [ -f "$1" ] || return 0 # data of an earlier version
     while IFS='=' read -r name value; do
         if [ "${user_set[$name]:-$value}" != "$value" ]; then
-            echo "$ME: $RUN_DIR/data was prepared with $name=$value, not ${user_set[$name]}; set another RUN_DIR=" >&2
+            echo "$ME: ${1%/*} was prepared with $name=$value, not ${user_set[$name]}; set another RUN_DIR=" >&2
             exit 2
         fi
-    done <"$RUN_DIR/data/variables"
+    done <"$1"
 }
 
 # Print the boot id and the PID namespace, which show whether two process ids belong to one process table. Host name and
@@ -53,46 +53,65 @@ wait_for_turn() {
     done
 }
 
+# Return whether the data is prepared. Exit with an error if it was prepared from another text than $1.
+uses_prepared_data() {
+    local before=$1
+    if [ -f "$RUN_DIR/data/source" ]; then before=$(in_checkout "$ROOT" "$(cat "$RUN_DIR/data/source")"); fi
+    if [ "$before" != "$1" ]; then
+        echo "$ME: $RUN_DIR contains a run on $before, not on $1; set another RUN_DIR=" >&2
+        exit 2
+    fi
+    is_prepared || return 1
+    refuse_changed_variables "$RUN_DIR/data/variables"
+    if [ -n "$(find "$CORPUS" -newer "$DATA_PATH.idx" -print -quit 2>/dev/null)" ]; then
+        echo "$ME: note: $CORPUS has changed since its tokens were written to $RUN_DIR/data, which this run goes on" \
+            "using; set another RUN_DIR= to train on the new text"
+    fi
+}
+
+# Delete what an unfinished preparation left, if it had other settings than $1 or the text has changed since.
+delete_outdated() {
+    local begun=$RUN_DIR/data/begun
+    if [ -f "$begun" ]; then
+        if [ "$(cat "$begun")" = "$1" ] && [ -z "$(find "$CORPUS" -newer "$begun" -print -quit 2>/dev/null)" ]; then return; fi
+        # A tokenizer that was there before is the user's.
+        if [ "$RUN_DIR/tokenizer.model" -nt "$begun" ]; then rm "$RUN_DIR/tokenizer.model"; fi
+        rm -f "$RUN_DIR"/data/clean.jsonl* "$RUN_DIR"/data/corpus*
+    fi
+    echo "$1" >"$begun"
+}
+
 # Set DATA_PATH. If nodes share a file system, the first one prepares the data and the others wait.
 prepare_corpus() {
     [ -n "${DATA_PATH:-}" ] && return
     DATA_PATH=$RUN_DIR/data/corpus_text_document
-    local corpus before turn=$RUN_DIR/data/preparing
+    local corpus text=$CORPUS encoding=${ENCODING:-auto} variables turn=$RUN_DIR/data/preparing
     corpus=$(in_checkout "$PWD" "$CORPUS")
-    before=$corpus
-    if [ -f "$RUN_DIR/data/source" ]; then before=$(in_checkout "$ROOT" "$(cat "$RUN_DIR/data/source")"); fi
-    if [ "$before" != "$corpus" ]; then
-        echo "$ME: $RUN_DIR contains a run on $before, not on $corpus; set another RUN_DIR=" >&2
-        exit 2
-    fi
     mkdir -p "$RUN_DIR/data"
-    if is_prepared; then
-        refuse_changed_variables
-        if [ -n "$(find "$CORPUS" -newer "$DATA_PATH.idx" -print -quit 2>/dev/null)" ]; then
-            echo "$ME: note: $CORPUS has changed since its tokens were written to $RUN_DIR/data, which this run goes on" \
-                "using; set another RUN_DIR= to train on the new text"
-        fi
-        return
-    fi
+    if uses_prepared_data "$corpus"; then return; fi
     until mkdir "$turn" 2>/dev/null; do wait_for_turn "$turn"; done
     trap 'rm -rf "$RUN_DIR/data/preparing"' EXIT
     echo "$(uname -n) $$ $(process_table) ${SLURM_START:+${SLURM_JOB_ID:-}}" >"$turn/by"
-    local text=$CORPUS encoding=${ENCODING:-auto}
-    if [ "${CLEAN:-0}" = 1 ]; then
-        text=$RUN_DIR/data/clean.jsonl
-        [ -f "$text" ] || python "${AT}tools/clean_corpus.py" --input "$CORPUS" --encoding "$encoding" --output "$text"
-        encoding=utf-8
+    if ! uses_prepared_data "$corpus"; then # another process may have prepared the data meanwhile
+        variables=$(printf '%s\n' "VOCAB_SIZE=$VOCAB_SIZE" "CLEAN=${CLEAN:-0}" "ENCODING=$encoding")
+        delete_outdated "$corpus $VOCAB_FILE $variables"
+        if [ "${CLEAN:-0}" = 1 ]; then
+            text=$RUN_DIR/data/clean.jsonl
+            [ -f "$text" ] || python "${AT}tools/clean_corpus.py" --input "$CORPUS" --encoding "$encoding" --output "$text"
+            encoding=utf-8
+        fi
+        if [ ! -e "$VOCAB_FILE" ]; then
+            python "${AT}tools/train_tokenizer.py" --input "$text" --encoding "$encoding" --vocab-size "$VOCAB_SIZE" \
+                --output "$VOCAB_FILE"
+        fi
+        if [ ! -f "$DATA_PATH.idx" ]; then
+            python "${AT}tools/preprocess_data.py" --input "$text" --encoding "$encoding" --vocab-file "$VOCAB_FILE" \
+                --output-prefix "${DATA_PATH%_text_document}"
+        fi
+        echo "$variables" >"$RUN_DIR/data/variables"
+        echo "$corpus" >"$RUN_DIR/data/source"
+        rm "$RUN_DIR/data/begun"
     fi
-    if [ ! -e "$VOCAB_FILE" ]; then
-        python "${AT}tools/train_tokenizer.py" --input "$text" --encoding "$encoding" --vocab-size "$VOCAB_SIZE" \
-            --output "$VOCAB_FILE"
-    fi
-    if [ ! -f "$DATA_PATH.idx" ]; then
-        python "${AT}tools/preprocess_data.py" --input "$text" --encoding "$encoding" --vocab-file "$VOCAB_FILE" \
-            --output-prefix "${DATA_PATH%_text_document}"
-    fi
-    printf '%s\n' "VOCAB_SIZE=$VOCAB_SIZE" "CLEAN=${CLEAN:-0}" "ENCODING=${ENCODING:-auto}" >"$RUN_DIR/data/variables"
-    echo "$corpus" >"$RUN_DIR/data/source"
     rm -rf "$turn"
     trap - EXIT
 }

@@ -56,7 +56,8 @@ if [ -z "${RUN_DIR:-}" ]; then
     fi
 fi
 # What the user has set, without the defaults that follow
-declare -A user_set=([CORPUS]=${CORPUS:-} [VOCAB_SIZE]=${VOCAB_SIZE:-} [CLEAN]=${CLEAN:-} [ENCODING]=${ENCODING:-})
+declare -A user_set=([CORPUS]=${CORPUS:-} [VOCAB_SIZE]=${VOCAB_SIZE:-} [CLEAN]=${CLEAN:-} [ENCODING]=${ENCODING:-}
+    [VOCAB_FILE]=${VOCAB_FILE:-})
 # The vocabulary has 30000 tokens for a preset model on a custom corpus, else 4000. The bundled corpus is too small to
 # train a tokenizer with 30000 tokens.
 if [ -z "${VOCAB_SIZE:-}" ]; then
@@ -132,10 +133,14 @@ build_parser().parse_args()' --load "$RUN_DIR" --prompt . $SAMPLING
 
 # Check all settings, prepare tokenizer and corpus, and train. Settings come from the variables and the given flags.
 train() {
-    if [ -n "${user_set[CORPUS]}" ] && [ -n "${DATA_PATH:-}" ]; then
-        echo "$ME: CORPUS=$CORPUS has no effect beside DATA_PATH=$DATA_PATH; unset one of them" >&2
-        exit 2
-    fi
+    local name beside=${DATA_PATH:+DATA_PATH=$DATA_PATH}
+    for name in CORPUS CLEAN ENCODING VOCAB_SIZE; do
+        if [ $name = VOCAB_SIZE ] && [ -n "${user_set[VOCAB_FILE]}" ]; then beside=VOCAB_FILE=$VOCAB_FILE; fi
+        if [ -n "${user_set[$name]}" ] && [ -n "$beside" ]; then
+            echo "$ME: $name=${user_set[$name]} has no effect beside $beside; unset one of them" >&2
+            exit 2
+        fi
+    done
     local min_lr peak=$LR word before=
     for word in "$@"; do # --lr overrides LR
         if [ "$before" = --lr ]; then peak=$word; fi

@@ -67,10 +67,15 @@ package() {
 prepare_poems() {
     local folder=$RUN_DIR/poems source
     mkdir -p "$folder"
-    if [ ! -f "$CORPUS" ]; then
+    user_set[CHARACTERS]=${CHARACTERS:-}
+    user_set[CORPUS]=${SOURCE:+$(in_checkout "$PWD" "$SOURCE")}
+    if [ -f "$CORPUS" ]; then
+        refuse_changed_variables "$folder/variables"
+    else
         source=$(package)
         python -c 'import opencc' 2>/dev/null || [ "${CHARACTERS:-}" = traditional ] \
             || python -m pip install --disable-pip-version-check -q "opencc>=1.4,<2"
+        printf '%s\n' "CHARACTERS=${CHARACTERS:-simplified}" "CORPUS=${user_set[CORPUS]:-$PACKAGE}" >"$folder/variables"
         python "${AT}examples/poet/poems.py" --input "$source" --output "$folder" --script "${CHARACTERS:-simplified}"
     fi
     DATA_PATH='' prepare_corpus

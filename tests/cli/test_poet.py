@@ -111,6 +111,9 @@ def test_the_script_trains_resumes_and_writes(package: Path, tmp_path: Path) -> 
         flags = ["--override-lr-schedule", "--no-tensorboard"]
         done = command("bash", "scripts/run_poet.sh", *flags, env={**env, "TRAIN_ITERS": str(iterations)}, timeout=600)
         assert done.returncode == 0, done.stderr
+    other = command("bash", "scripts/run_poet.sh", env={**env, "CORPUS": str(tmp_path)})
+    assert f"run/poems was prepared with CORPUS={package}, not {tmp_path}; set another RUN_DIR=" in other.stderr
+    assert (tmp_path / "run/poems/variables").read_text() == f"CHARACTERS=traditional\nCORPUS={package}\n"
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [row["iteration"] for row in rows if row["split"] == "samples"] == [3, 5]
     assert "bits per character" in done.stdout and "price" in done.stdout and "《月夜忆舍弟》" in done.stdout

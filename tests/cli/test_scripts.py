@@ -57,6 +57,16 @@ def test_every_variable_that_is_read_is_listed() -> None:
         ({"VOCAB_FILE": "nix.model"}, [], "VOCAB_FILE=nix.model does not exist"),
         ({"DATA_PATH": "nix"}, [], "DATA_PATH= needs VOCAB_FILE=, the tokenizer that it was prepared with"),
         ({"CORPUS": "README.md", "DATA_PATH": "nix", "VOCAB_FILE": "README.md"}, [], "CORPUS=README.md has no effect"),
+        (
+            {"CLEAN": "1", "DATA_PATH": "nix", "VOCAB_FILE": "README.md"},
+            [],
+            "CLEAN=1 has no effect beside DATA_PATH=nix",
+        ),
+        (
+            {"VOCAB_SIZE": "900", "VOCAB_FILE": "README.md"},
+            [],
+            "VOCAB_SIZE=900 has no effect beside VOCAB_FILE=README.md",
+        ),
         ({"CLEAN": "no"}, [], "CLEAN=no must be 1 to clean CORPUS, or 0"),
         ({"MASTER_PORT": "99999"}, [], "MASTER_PORT=99999 must be at most 65535"),
         ({"VOCAB_SIZE": "30k"}, [], "VOCAB_SIZE=30k must be a whole number of at least 300"),

@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -17,13 +18,17 @@ VOCAB_FILE=$RUN_DIR/tokenizer.model
 source "$ROOT/scripts/_prepare.sh"
 python() {{
     echo "$1" >>"$RUN_DIR/calls"
+    if [ "$1" = "$fails" ]; then return 3; fi
     sleep 0.7
     if [ "$1" = tools/train_tokenizer.py ]; then touch "$VOCAB_FILE"; else touch "$DATA_PATH.idx"; fi
     [ "${{2:-}}" != fail ]
 }}
 declare -A user_set
-if [[ "${{2:-}}" = *=* ]]; then user_set[${{2%%=*}}]=${{2#*=}}; fi
-if [ "${{2:-}}" = fails ]; then python() {{ return 3; }}; fi
+if [ -n "${{2:-}}" ]; then
+    user_set[${{2%%=*}}]=${{2#*=}}
+    printf -v "${{2%%=*}}" %s "${{2#*=}}"
+fi
+fails=${{3:-}}
 prepare_corpus
 echo "has $DATA_PATH"
 """
@@ -52,16 +57,38 @@ def test_one_of_two_nodes_prepares(tmp_path: Path) -> None:
 
 
 def test_whoever_fails_or_dies_lets_the_next_one_prepare(tmp_path: Path) -> None:
-    failed = prepare(tmp_path, "fails")
+    failed = prepare(tmp_path, "", "tools/train_tokenizer.py")
     failed.communicate(timeout=60)
     assert failed.returncode == 3
     assert not (tmp_path / "data" / "preparing").exists()
+    (tmp_path / "calls").unlink()
     (tmp_path / "data" / "preparing").mkdir()
     table = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}-{os.readlink('/proc/self/ns/pid')}"
     (tmp_path / "data" / "preparing" / "by").write_text(f"{os.uname().nodename} {2**22 - 1} {table}\n")
-    said = prepare(tmp_path).communicate(timeout=60)[0]
+    first = prepare(tmp_path)
+    while not (tmp_path / "calls").exists():
+        time.sleep(0.01)
+    other = prepare(tmp_path, "VOCAB_SIZE=20").communicate(timeout=60)[0]
+    assert other.endswith("data was prepared with VOCAB_SIZE=10, not 20; set another RUN_DIR=\n")
+    said = first.communicate(timeout=60)[0]
     assert f"process {2**22 - 1} ended while it prepared {tmp_path}/data" in said
     assert "has " in said
+
+
+@pytest.mark.parametrize("is_users", [False, True])
+def test_an_unfinished_preparation_is_used_again_with_the_same_settings_only(tmp_path: Path, is_users: bool) -> None:
+    train, tokenize = "tools/train_tokenizer.py", "tools/preprocess_data.py"
+    tokenizer = tmp_path / "tokenizer.model"
+    if is_users:
+        tokenizer.touch()
+    calls = []
+    for setting in ("VOCAB_SIZE=10", "VOCAB_SIZE=10", "VOCAB_SIZE=20"):
+        prepare(tmp_path, setting, tokenize).communicate(timeout=60)
+        calls.append((tmp_path / "calls").read_text().split())
+        (tmp_path / "calls").unlink()
+    trained = [tokenize] if is_users else [train, tokenize]
+    assert calls == [trained, [tokenize], trained]
+    assert tokenizer.exists()
 
 
 @FULL
