@@ -57,9 +57,13 @@ def open_model(model_file: str, appended: bytes = b"") -> Any:
 
 
 def is_cpm_model(path: Path) -> bool:
-    """Return True if a sentencepiece model contains U+2582 and U+2583, CPM's characters for space and newline."""
+    """Return True if a sentencepiece model contains U+2582 and U+2583, CPM's characters for space and newline.
+
+    A model with a piece for "\\n" is not CPM's: these characters may also occur in the text of other models.
+    """
     model = open_model(str(path))
-    return all(model.id_to_piece(model.piece_to_id(mark)) == mark for mark in (SPACE, NEWLINE))
+    ids = model.piece_to_id([SPACE, NEWLINE, "\n"])
+    return [i == model.unk_id() for i in ids] == [False, False, True]
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -90,11 +94,10 @@ class SentencePieceTokenizer(Tokenizer):
             raise TokenizerError(f"{model_file} has no end-of-document token, neither {EOD} nor </s>")
         # A literal U+2581 in a text is encoded as byte tokens, because the token U+2581 would be decoded as a space.
         # With the class LlamaTokenizer, it is encoded as a space, as in transformers.
-        byte_ids = [self._sp.piece_to_id(byte_piece(b)) for b in MARK.encode()]
-        has_bytes = self._sp.is_byte(byte_ids[0])
+        self._mark_ids = [self._sp.piece_to_id(byte_piece(b)) for b in MARK.encode()]
+        has_bytes = self._sp.is_byte(self._mark_ids[0])
         if not has_bytes or self.is_llama:
-            byte_ids = []
-        self._mark_ids = np.array(byte_ids, dtype=np.int32)
+            self._mark_ids = []
         # The fingerprint includes everything by which the ids differ from those of the `.model` alone.
         differences = []
         if (self.start, self.eod) != file_defaults:
@@ -256,7 +259,7 @@ class SentencePieceTokenizer(Tokenizer):
         """Return whether the ids of `text` are not simply those of the SentencePiece model."""
         if self.is_llama:
             return bool(self._splitting_symbols) or self._has_no_prefix(text)
-        return len(self._mark_ids) > 0 and MARK in text
+        return bool(self._mark_ids) and MARK in text
 
     @functools.cached_property
     def _splitting_symbols(self) -> dict[str, int]:
@@ -285,13 +288,11 @@ class SentencePieceTokenizer(Tokenizer):
 
     def _encode_marked(self, text: str) -> IdArray:
         """Return the ids of a text with U+2581, which is encoded as `_mark_ids`."""
-        part_ids = []
-        for part in re.split(f"({MARK})", text):  # with a group, split() also returns the marks
-            if part == MARK:
-                part_ids.append(self._mark_ids)
-            elif part:
-                part_ids.append(self._sp.encode(part, return_type="numpy"))
-        return np.concatenate(part_ids)
+        first, *others = text.split(MARK)
+        ids = self._sp.encode(first)
+        for part in others:
+            ids += self._mark_ids + self._no_prefix_model.encode(part)
+        return np.array(ids, dtype=np.int32)
 
     def decode(self, ids: Sequence[int]) -> str:
         has_no_prefix = self.is_llama and not self._adds_prefix_space

@@ -201,6 +201,12 @@ def test_a_published_cpm_vocabulary(tmp_path: Path, ending: str) -> None:
     assert (tokenizer.eod, tokenizer.specials["<s_0>"], tokenizer.padded_vocab_size(128)) == (1, 2, 128)
 
 
+def test_a_sentencepiece_model_of_text_with_marks_of_cpm_is_not_cpm(tmp_path: Path) -> None:
+    train_sentencepiece(["\u2582\u2583\u2582\u2583 a line"], str(tmp_path / "x.model"), 270)
+    tokenizer = load_tokenizer(str(tmp_path / "x.model"))
+    assert tokenizer.name == "sentencepiece" and len(tokenizer.encode("\u2582\u2583")) <= 2
+
+
 def test_training_is_reproducible_and_the_fingerprint_tells(tmp_path: Path) -> None:
     corpus = ["春眠不觉晓，处处闻啼鸟。" * 3, "the quick brown fox jumps over the lazy dog " * 3]
     for name, size in (("a", 330), ("b", 330), ("c", 340)):
@@ -302,7 +308,8 @@ def test_a_llama_without_a_tokenizer_json_has_the_ids_of_transformers(
         assert [*ours.start, *ours.encode_names(named)] == theirs(named)["input_ids"]
         assert not set(ours.specials.values()) & set(ours.encode(named))
     bare = load_tokenizer(str(llama_folder(tmp_path / "bare", None)))
-    assert (bare.start, bare.decode(bare.encode("river \u2581"))) == ((), "river \u2581")
+    text = "river \u2581river\u2581 run"
+    assert (bare.start, bare.decode(bare.encode(text))) == ((), text)
     assert bare.fingerprint != ours.fingerprint
 
 
