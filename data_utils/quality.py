@@ -9,11 +9,21 @@ _BROKEN = re.compile(
     r"\ufffd|锟斤拷|烫烫烫|屯屯屯|[ÃÂ][\u0080-\u00bf]|â(?:€[œ\u009d™˜”]|\u0080[\u0080-\u00bf])|ï»¿"
     r"|[æåçè][\u0080-\u00bf]{2}"
 )
+# Closing tags, opening tags of HTML, any tag with an attribute in quotes (XML, SVG), comments and entities. The text
+# after the name must be attributes, or the inequality "a<b, so c>d" would be a tag.
 _TAG = re.compile(
-    r"</?(?:a|b|br|button|center|dd|div|dl|dt|em|embed|font|form|h[1-6]|head|hr|html|i|iframe|img|input|label|li|link|"
-    r"meta|nav|object|ol|option|p|param|pre|script|section|select|small|span|strong|style|sub|sup|table|tbody|td|th|"
-    r"thead|title|tr|u|ul)\b[^<>]{0,2000}>|<!--.{0,2000}?-->|<!DOCTYPE[^<>]{0,200}>"
-    r"|&(?:nbsp|lt|gt|amp|quot|ldquo|rdquo|middot|#\d{2,5}|#x[0-9a-fA-F]{2,5});",
+    r"</[a-z][-\w:.]*\s*>"
+    r"|<(?:a|abbr|article|aside|audio|b|blockquote|body|br|button|canvas|caption|center|code|col|colgroup|dd|del|details|"
+    r"div|dl|dt|em|embed|fieldset|figcaption|figure|font|footer|form|h[1-6]|head|header|hr|html|i|iframe|img|input|ins|"
+    r"kbd|label|legend|li|link|main|meta|nav|noscript|object|ol|option|p|param|picture|pre|rp|rt|ruby|s|script|section|"
+    r"select|small|span|strong|style|sub|sup|svg|table|tbody|td|textarea|tfoot|th|thead|title|tr|tt|u|ul|video|wbr)"
+    r"""(?>\s+[-a-z_:.@]+(?:\s*=\s*(?:"[^"]*"|'[^']*'|[^\s"'<>]+))?)*\s*/?>"""
+    r"""|<[a-z][-\w:.]*(?>\s+[-\w:.@]+\s*=\s*(?:"[^"]*"|'[^']*'))+\s*/?>"""
+    r"|<!--.{0,2000}?-->|<!DOCTYPE[^<>]{0,200}>"
+    r"|&(?:[a-z](?:grave|acute|circ|tilde|uml|ring|cedil|caron)|(?:ae|oe|sz)lig|oslash|eth|thorn|iexcl|iquest|"
+    r"nbsp|emsp|ensp|thinsp|zwn?j|shy|lt|gt|amp|quot|apos|(?:[lr][sd]|sb|bd)quo|[lr]s?aquo|[mn]dash|hellip|bull|middot|"
+    r"copy|reg|trade|deg|times|divide|plusmn|euro|pound|yen|cent|sect|para|ord[fm]|sup[123]|frac\d\d|[lrud]arr|"
+    r"#\d{2,5}|#x[0-9a-f]{2,5});",
     re.IGNORECASE | re.DOTALL,
 )
 _ENCODED = re.compile(r"[A-Za-z0-9+/=]{60,}(?:\s+[A-Za-z0-9+/=]{20,})*")
@@ -21,6 +31,7 @@ _URL = re.compile(r"(?:https?://|ftp://|www\.)[!-~]+", re.IGNORECASE)
 _NON_ASCII = re.compile(r"[^\x00-\x7f]{2,}")
 _LATIN = re.compile("[\u00a1-\u00ff]{4,}")
 _REPEATED_PHRASE = re.compile(r"(.{2,200}?)\1{9,}")
+_CODE_START = ("  ", "\t", "#include", "#define", "#undef", "#if", "#el", "#endif", "//", "/*", " *")
 _CODE_END = (";", "{", "}", "},", "};", ");", "]", "],", ")", "\\\\", "*/", ":", "/>")
 # These characters make up about a quarter of modern Chinese text, simplified or traditional.
 _COMMON = re.compile(
@@ -181,9 +192,9 @@ def _has_letters(text: str) -> bool:
 
 
 def looks_like_code(lines: Sequence[str]) -> bool:
-    """Return True if more than a third of the lines are indented or end like lines of code."""
+    """Return True if more than a third of the lines begin or end like lines of code."""
     nonblank = [line for line in lines if line.strip()]
-    code_lines = sum(line.startswith(("  ", "\t")) or line.endswith(_CODE_END) for line in nonblank)
+    code_lines = sum(line.startswith(_CODE_START) or line.endswith(_CODE_END) for line in nonblank)
     return 3 * code_lines > len(nonblank)
 
 

@@ -2,17 +2,17 @@
 
 import re
 
-# A Chinese sentence ends with a punctuation mark and the closing quotes and brackets after it. An English sentence
-# ends with a full stop and white space, unless an abbreviation, an initial or a list number precedes the full stop.
-# A line break also ends a sentence.
+# A Chinese sentence ends with a punctuation mark and the closing quotes and brackets after it. An ASCII ? or ! before
+# another ASCII character, as in URLs, ends none. An English sentence ends with a full stop and white space, unless an
+# abbreviation, an initial or a list number precedes the full stop. A line break also ends a sentence.
 _END = re.compile(
-    r"""(?:[。！？!?…；]+[”’」』）》〉】"')\]]*\s*
+    r"""(?:(?:[。！？!?…；]*[。！？…；][!?]*[”’」』）》〉】"')\]]*|[!?]+[”’」』）》〉】"')\]]*(?![!-~]))\s*
         |(?<=[^\s.])\.+["')\]”’]*(?:\s+|$)
         |\n\s*)""",
     re.VERBOSE,
 )
 _NOT_A_STOP = re.compile(
-    r"(?:^|[\s(“\"'])(?:[A-Za-z]|\d+|(?:[A-Za-z]\.)+[A-Za-z]"
+    r"^\s*\d+$|(?:^|[\s(“\"'])(?:[A-Za-z]|(?:[A-Za-z]\.)+[A-Za-z]"
     r"|Mr|Mrs|Ms|Dr|Prof|St|vs|etc|cf|Fig|No|Vol|pp|al|Inc|Ltd|Jr|Sr)$"
 )
 

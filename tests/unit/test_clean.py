@@ -23,6 +23,7 @@ CODE = (
     "for i in range(3):\n    x = [\n        0,\n        0,\n        0,\n        0,\n    ]\n    print(x)\n    "
     "print(x)\n    print(x)"
 )
+HEADER = "#if A\n#if B\n#ifndef C\n#define C\nint function_of_c(void);\nchar more\n#endif\n#endif\n#endif"
 CHINESE = "春眠不觉晓，处处闻啼鸟。夜来风雨声，花落知多少。"
 TRADITIONAL = "這是一個關於中文的故事。我們在這裡說的話和寫下來的字，都是人們自己的，不是他的，也不是大家的。"
 HTML = '<div class="item"><a href="/x.html" target="_blank">新闻</a>&nbsp;<span style="color:red">更多</span></div>\n'
@@ -38,6 +39,7 @@ BASE64 = "\n".join("iVBORw0KGgoAAAANSUhEUgAAAAUAAAAFCAYAAACNbyblAAAAHElEQVQI12P4
         (LONG + "\n广告：请点击这里\n广告：请点击这里\n广告：请点击这里", LONG + "\n广告：请点击这里"),
         (LONG + "\n沙沙，沙沙。\n沙沙，沙沙。", LONG + "\n沙沙，沙沙。\n沙沙，沙沙。"),
         (CODE, CODE),
+        (HEADER, HEADER),
         (MORE + "\n" + "哈哈，好。" * 30, MORE + "\n" + "哈哈，好。"),
         (MORE + "\n" + "-" * 300 + "\n" + "| --- |" * 50, MORE + "\n" + "-" * 300 + "\n" + "| --- |" * 50),
         (f"one\fpage, another\v\fline of text {LONG}", f"one page, another line of text {LONG}"),
@@ -65,6 +67,9 @@ def test_what_is_mended(before: str, after: str) -> None:
         (TRADITIONAL.encode("big5").decode("gb18030", "replace"), "mojibake"),
         (TRADITIONAL.encode("big5").decode("gb18030", "ignore"), "mojibake"),
         (HTML * 2, "html"),
+        ('<svg viewBox="0 0 24 24"><path d="M1 2L5 8Z"></path><path d="M2 2L5 8Z"></path></svg>', "html"),
+        ("<article><header>Whales</header><blockquote>They are not fish.</blockquote></article>", "html"),
+        ("l&eacute;gende d&rsquo;un &oelig;uvre&hellip; &agrave; l&rsquo;&eacute;cole", "html"),
         ("A picture: " + BASE64, "base64"),
         ("https://example.org/a/b?c=1\n" * 3 + "www.example.org/x", "urls"),
         ("点击这里" * 40 + "。一句正常的话。", "repeated phrases"),
@@ -95,6 +100,7 @@ KEPT = [
     "繁體中文：涓滴之水，鐵杵磨針，鏄鎛鐘鳴，浣紗溪畔。",
     "这里有一个链接 https://example.org/a/very/long/path?with=many&parameters=1 和一些文字，还有更多的文字，足够长了吧，再来一句。",
     "HTML 的 <div> 和 <span> 标签很常见，写网页的人都知道它们的区别：一个是块级元素，一个是行内元素；此外 <p> 表示段落。要注意的是，标签必须闭合。",
+    "如果a<b，那么b>a；若a<b，则a+c>b不成立；设s<p，得p-s>0；若x<a，则a-x>0；若y<b，则b-y>0；又设i<b，则i+1>b不成立。",
     "sha256: 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08 is the digest of a word of four "
     "letters, as anybody may check",
     "पक्षी गीत गाते हैं, और सूरज उगता है।",
@@ -140,6 +146,8 @@ def test_normalisation_is_by_choice() -> None:
         ("标题\n第一句。 第二句。\n\n尾", ["标题\n", "第一句。 ", "第二句。\n\n", "尾"]),
         ("", []),
         ("  ", ["  "]),
+        ("Born in 1990. See https://x.org/?q=1!", ["Born in 1990. ", "See https://x.org/?q=1!"]),
+        ("真的？！是!好?", ["真的？！", "是!", "好?"]),
         ("1. item one\n2. item two", ["1. item one\n", "2. item two"]),
     ],
 )
