@@ -11,6 +11,11 @@ cd "$(dirname "$0")/.."
 python=.venv/bin/python
 run=${3:-runs/more} corpus=${2:-corpus/sample.jsonl} model=${1:-}
 mkdir -p "$run"
+if [ -f "$run/arguments" ] && [ "$(cat "$run/arguments")" != "$model $corpus" ]; then
+    echo "$run contains a run with the arguments $(cat "$run/arguments"); give another third argument" >&2
+    exit 2
+fi
+echo "$model $corpus" >"$run/arguments"
 if [ -z "$model" ]; then
     model=$run/small
     $python tools/train_tokenizer.py --input "$corpus" --vocab-size 1000 --tokenizer-type hf \
@@ -37,5 +42,6 @@ $python tools/launch.py --standalone --nproc-per-node "${RANKS:-1}" pretrain_lla
     --config "$run/start/settings.json" --load "$run/start" --data-path "$run/data_text_document" \
     --vocab-file "$model/tokenizer.json" --run-dir "$run" --seq-length 64 --batch-size 4 --gas 2 \
     --train-iters 20 --lr 1e-4 --warmup 0.1 --split 90,10,0 --eval-iters 2 ${FLAGS:-}
-# Export the trained model.
+# Export the trained model; an earlier export is replaced.
+rm -rf "$run/exported"
 $python tools/convert_checkpoint.py --load "$run" --output "$run/exported" --verify

@@ -9,6 +9,7 @@ import importlib
 import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -217,10 +218,12 @@ def test_continued_pretraining(tmp_path: Path) -> None:
         done = command("bash", "examples/continue_from_hf.sh", "", "corpus/sample.jsonl", str(tmp_path / "more"))
         assert done.returncode == 0, done.stderr
         if _ == 0:
-            assert re.search(r"iteration +20/20 \| loss \d", done.stdout), done.stdout
-        (tmp_path / "more" / "exported").rename(tmp_path / f"exported{_}")
+            assert re.search(r"iteration +20/20 \| loss +\d", done.stdout), done.stdout
+        shutil.copytree(tmp_path / "more/exported", tmp_path / f"exported{_}")
     weights = [(tmp_path / f"exported{i}" / "model.safetensors").read_bytes() for i in range(2)]
     assert weights[0] == weights[1]
+    done = command("bash", "examples/continue_from_hf.sh", "", "other.jsonl", str(tmp_path / "more"))
+    assert done.returncode == 2 and "more contains a run with the arguments  corpus/sample.jsonl;" in done.stderr
 
 
 def cells() -> list[dict[str, Any]]:
