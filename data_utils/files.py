@@ -16,10 +16,11 @@ SUPPORTED = f"{', '.join(SUFFIXES)} (plain, {', '.join(COMPRESSED)})"
 AUTO = "auto"  # --encoding that finds the encoding of each file
 MAX_NAMED = 3  # number of skipped files that a message lists by name
 
-# How the journals and sidecars of tools/preprocess_data.py and the reports of tools/clean_corpus.py begin, and the
-# file of its flag --dropped
+# How the files of the data tools begin: journals and sidecars of preprocess_data.py, reports and dropped documents of
+# clean_corpus.py, and tokenizers of train_tokenizer.py
 _TOOL_OUTPUT = re.compile(
     rb'{("job": "[0-9a-f]{64}", "state"|\n  "tokenizer": |\n  "read": \d+,\n  "read_chars"|"reason": "[^"]*", "text": )'
+    rb'|{\n  "version": "1.0",\n  "truncation"|{"<\|endoftext\|>": 0, |#version: 0\.2\n|<unk>\n<eod>\n<0x00>\n'
 )
 
 
@@ -48,8 +49,8 @@ def find_files(
     inputs: files, folders or glob patterns, each optionally followed by `@WEIGHT`. Folders are searched recursively;
     the search follows links and skips hidden entries.
     encoding: encoding of the text, or `auto` to judge each file by its content.
-    notify: called with a message about skipped files. Files of other types, JSON files that the data tools wrote
-    (reports, sidecars, journals) and files that were already found under another path are skipped.
+    notify: called with a message about skipped files. Files of other types, files that the data tools wrote
+    (reports, sidecars, journals, tokenizers) and files that were already found under another path are skipped.
     Raises InputError for an input that does not exist, cannot be read or is of an unsupported type, and for a file that
     two inputs give.
     """
@@ -195,7 +196,7 @@ def _supported_files(name: str, paths: Iterable[Path], notify: Callable[[str], N
     outputs = list(filter(_is_tool_output, found))
     candidates = sorted({*found} - {*outputs})
     if outputs:
-        notify(f"{name}: skipped {len(outputs)} JSON files that the data tools wrote ({_abbreviate(outputs)})")
+        notify(f"{name}: skipped {len(outputs)} files that the data tools wrote ({_abbreviate(outputs)})")
     supported = list(filter(format_suffix, candidates))
     others = [path for path in candidates if not format_suffix(path)]
     if not supported:
@@ -206,8 +207,8 @@ def _supported_files(name: str, paths: Iterable[Path], notify: Callable[[str], N
 
 
 def _is_tool_output(path: str) -> bool:
-    """Return True for what tools/clean_corpus.py has dropped, its report, and a journal or sidecar of a corpus."""
-    if not path.endswith((".json", ".jsonl")):
+    """Return True for a file of which _TOOL_OUTPUT knows the beginning."""
+    if not path.endswith((".json", ".jsonl", ".txt")):
         return False
     with open(path, "rb") as file:
         return _TOOL_OUTPUT.match(file.read(99)) is not None

@@ -89,10 +89,12 @@ def split_pair(args: argparse.Namespace) -> None:
     documents_of = {}  # output -> its documents
     parts = split_documents(parse_split(args.split), indexed.num_documents)
     for documents, name in zip(parts, PARTS, strict=True):
+        output = f"{args.output or args.prefix}_{name}"
         if len(documents):
-            output = f"{args.output or args.prefix}_{name}"
             check_output(output, [args.prefix])
             documents_of[output] = documents
+        elif Path(f"{output}.idx").exists():
+            raise ValueError(f"--split {args.split} gives no documents to {output}, which exists; delete it first")
     for output, documents in documents_of.items():
         _extract_corpus(args.prefix, [documents], output)
 

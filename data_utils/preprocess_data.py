@@ -33,6 +33,7 @@ from .cli import (
     add_worker_flags,
     all_chunks,
     local_path,
+    natural_int,
     number_type,
     output_prefix,
     run,
@@ -374,7 +375,7 @@ def build_parser() -> Parser:
     add("--noise-density", type=density, default=0.15, help="share of masked tokens for cpm-t5 (default: 0.15)")
     length = number_type(at_least(1))
     add("--mean-span-length", type=length, default=3.0, help="mean tokens in a masked span for cpm-t5 (default: 3)")
-    add("--seed", type=int, default=1234, help="seed for span masking and for sampling FILE@0.5 (default: 1234)")
+    add("--seed", type=natural_int, default=1234, help="seed of masked spans and of FILE@0.5 (default: 1234)")
     return parser
 
 

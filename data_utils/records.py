@@ -106,7 +106,7 @@ def _csv_rows(path: str, encoding: str, largest: int) -> Iterator[Record | BadLi
         if header is None:
             header = row or None  # an empty line before the header is skipped
             for name in row:
-                if row.count(name) > 1:
+                if name and row.count(name) > 1:  # spreadsheets write empty columns
                     raise InputError(f"{path}, line {lines.start}: the header lists the column {name!r} more than once")
         elif len(row) == len(header):
             record = json.dumps(dict(zip(header, row, strict=True)), ensure_ascii=False)

@@ -172,6 +172,9 @@ def test_no_part_of_a_corpus_overwrites_the_corpus(tmp_path: Path) -> None:
     with pytest.raises(ValueError):
         run("merge", write(tmp_path / "b", 2, [3]), prefix, "--output", f"{prefix}_loss")
     assert IndexedDataset(f"{prefix}_loss").num_documents == 8
+    run("split", prefix, "--split", "50,25,25", "--output", str(tmp_path / "c"))
+    with pytest.raises(ValueError, match=r"--split 50,50 gives no documents to \S+/c_test, which exists"):
+        run("split", prefix, "--split", "50,50", "--output", str(tmp_path / "c"))
 
 
 @pytest.mark.parametrize("words", [["merge"], ["split", "--split", "50,50"], ["drop", "1"]])

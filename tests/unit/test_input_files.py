@@ -14,6 +14,7 @@ from data_utils import records
 from data_utils.documents import chunks, documents
 from data_utils.files import Source, find_files
 from data_utils.streams import BadLine, InputError, detect_encoding
+from data_utils.tokenizer_training import train_byte_bpe, train_cpm_vocab
 
 MARK = "\ufeff"
 
@@ -136,6 +137,15 @@ def test_documents_between_overlong_ones_are_read(name: str, tmp_path: Path, mon
         assert [isinstance(each, BadLine) or each for each in found] == [
             True if text is overlong else (text,) for text in texts
         ]
+
+
+def test_tokenizers_in_a_folder_and_empty_columns_are_skipped(tmp_path: Path) -> None:
+    train_byte_bpe(["text"], str(tmp_path / "bpe"), 257, "gpt2-bpe")
+    train_byte_bpe(["text"], str(tmp_path / "tokenizer.json"), 257, "hf")
+    train_cpm_vocab(["字"], str(tmp_path / "vocab.txt"), 261)
+    (tmp_path / "x.csv").write_text("text,label,,\none,1,,\n")
+    assert [source.path for source in find_files([str(tmp_path)])] == [str(tmp_path / "x.csv")]
+    assert texts_of(tmp_path / "x.csv") == ["one"]
 
 
 def test_a_long_document_takes_time_linear_in_its_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

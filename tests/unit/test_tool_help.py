@@ -41,7 +41,7 @@ def test_lines_are_as_long_as_the_terminal(columns: int, monkeypatch: pytest.Mon
         (
             preprocess_data,
             "--noise-density 15,--noise-density 1,--noise-density 0,--noise-density -0.15,--noise-density nan,"
-            "--mean-span-length 0,--mean-span-length -3,--workers -1",
+            "--mean-span-length 0,--mean-span-length -3,--workers -1,--seed -1",
         ),
         (inspect_data, "stages --samples 0,stages --samples -1,sample -1"),
         (evaluate_flags, "--stride 0,--limit 0,--limit -1,--window 0"),
