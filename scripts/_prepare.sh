@@ -55,10 +55,10 @@ wait_for_turn() {
 
 # Return whether the data is prepared. Exit with an error if it was prepared from another text than $1.
 uses_prepared_data() {
-    local before=$1
+    local corpus=$1 before=$1
     if [ -f "$RUN_DIR/data/source" ]; then before=$(in_checkout "$ROOT" "$(cat "$RUN_DIR/data/source")"); fi
-    if [ "$before" != "$1" ]; then
-        echo "$ME: $RUN_DIR contains a run on $before, not on $1; set another RUN_DIR=" >&2
+    if [ "$before" != "$corpus" ]; then
+        echo "$ME: $RUN_DIR contains a run on $before, not on $corpus; set another RUN_DIR=" >&2
         exit 2
     fi
     is_prepared || return 1
