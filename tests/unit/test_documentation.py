@@ -126,7 +126,7 @@ def sentences() -> list[str]:
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
                     found.add(node.value.strip(" (;:,"))
     for path in (ROOT / "scripts").glob("*.sh"):
-        found |= {part.strip() for part in re.split(r"\$\{?\w+\}?|\"|\{[^}]*\}", path.read_text(encoding="utf-8"))}
+        found |= {part.strip() for part in re.split(r"\$\{?\w+\}?|\"|\{[^}\n]*\}", path.read_text(encoding="utf-8"))}
     return sorted((each for each in found if 6 <= len(each) <= 300), key=len, reverse=True)
 
 
