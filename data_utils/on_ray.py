@@ -1,7 +1,7 @@
 """Ordered parallel map on a Ray cluster (Moritz et al. 2018); gives the same results as parallel.ordered_map.
 
-Ray starts the processes, transfers items and results, and restarts processes of a failed machine. All machines
-need the project and the data under the same paths.
+Ray starts the processes, transfers items and results, and repeats the items of a failed machine. All machines need the
+project and the data under the same paths.
 """
 
 import importlib
