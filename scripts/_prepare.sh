@@ -75,7 +75,9 @@ delete_outdated() {
     if [ -f "$begun" ]; then
         if [ "$(cat "$begun")" = "$1" ] && [ -z "$(find "$CORPUS" -newer "$begun" -print -quit 2>/dev/null)" ]; then return; fi
         # A tokenizer that was there before is the user's.
-        if [ "$RUN_DIR/tokenizer.model" -nt "$begun" ]; then rm "$RUN_DIR/tokenizer.model"; fi
+        if [ "$RUN_DIR/tokenizer.model" -nt "$begun" ]; then
+            mv "$RUN_DIR/tokenizer.model" "$RUN_DIR/tokenizer.model.outdated"
+        fi
         rm -f "$RUN_DIR"/data/clean.jsonl* "$RUN_DIR"/data/corpus*
     fi
     echo "$1" >"$begun"
