@@ -33,6 +33,7 @@ def merge_pairs(args: argparse.Namespace) -> None:
     if len(present) == len(sidecars):
         metadata = dict(present[0])
     elif present:
+        present = []
         print("note: some of these pairs have no sidecar, so the new one does not record the tokenizer")
     dates = sorted({each["chat_date"] for each in present if each.get("chat_date")})
     if dates:
@@ -118,7 +119,7 @@ def _extract_corpus(prefix: str, ranges: Sequence[range], output: str) -> None:
 def _finish_corpus(builders: Sequence[IndexedDatasetBuilder], metadata: dict[str, Any]) -> None:
     """Write one sidecar for all .bin/.idx pairs of a corpus, such as the tokens and their loss mask; report them."""
     builder = builders[0]
-    content = {key: metadata[key] for key in KEPT_ENTRIES if key in metadata}
+    content = {key: metadata[key] for key in KEPT_ENTRIES if key in metadata}  # {} if the sources have no sidecar
     path = f"{builder.prefix}.json"
     if content:
         content |= {

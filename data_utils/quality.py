@@ -38,6 +38,7 @@ _COMMON = re.compile(
     "[的一是不了在人有我他中大来上到和地出也要下以生可里用所方前主行面同而之其于本部分如成者作多天心日月年小自此]"
 )
 _HAN = re.compile("[\u4e00-\u9fa5，。、：；！？“”（）《》]")
+_PRIVATE = re.compile("[\ue000-\uf8ff]")
 _TWO_BYTES = re.compile("[\u0100-\u07ff]")
 _SCRIPTS = "\u0100\u0180\u0250\u0370\u0400\u0530\u0590\u0600\u0700\u0800"
 MAX_EXAMINED = 600  # non-ASCII characters examined to detect a wrong encoding
@@ -71,7 +72,9 @@ def is_misread(text: str) -> bool:
     sample = sample[:MAX_EXAMINED]
     if _becomes_chinese(sample, "gb18030", "utf-8"):
         return True
-    return _swaps_chinese(sample, "big5", "gb18030") or _swaps_chinese(sample, "gb18030", "big5") or _is_mixed(text)
+    # Big5 read as GB18030 has characters of private use, since the second byte of many characters of Big5 is ASCII.
+    is_big5 = len(_PRIVATE.findall(sample)) > 0.05 * len(sample) and _swaps_chinese(sample, "gb18030", "big5")
+    return is_big5 or _swaps_chinese(sample, "big5", "gb18030") or _is_mixed(text)
 
 
 def _becomes_chinese(text: str, wrong_encoding: str, true_encoding: str) -> bool:

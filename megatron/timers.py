@@ -65,7 +65,7 @@ class Timer:
         was_running = self._started_at is not None
         if was_running:
             self.stop()
-        self._accumulate()
+        self._accumulate()  # on an accelerator, this waits for the events of all intervals
         seconds = self._seconds
         if reset:
             self.reset()

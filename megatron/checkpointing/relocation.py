@@ -94,7 +94,7 @@ def copy_special_tokens(source: Path, home: Path) -> None:
     folder would look like a model. Raises OSError, and ValueError if a JSON file is invalid.
     source: the tokenizer's file.
     """
-    ids = read_token_ids(source)
+    ids = read_token_ids(source)  # those of config.json
     tokenizer_class = read_tokenizer_class(source)
     # Chat templates need the class, which may follow from the model's type alone, even if the file names no ids.
     if tokenizer_class and source.with_name("config.json").is_file():
@@ -123,7 +123,7 @@ def with_kept_tokenizer(config: Config, checkpoint: Path) -> Config:
     """Return `config` with --vocab-file set to the tokenizer that was copied beside `checkpoint`, if there is one."""
     given = config.data.vocab_file
     checkpoint = checkpoint.absolute()
-    homes = [checkpoint.parent, checkpoint.parent.parent]
+    homes = [checkpoint.parent, checkpoint.parent.parent]  # --save, or the run directory above its checkpoints
     if isinstance(checkpoint, RemotePath):
         if given and Path(given).exists():  # so nothing needs to be downloaded
             return config

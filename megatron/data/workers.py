@@ -17,8 +17,11 @@ _WORKER_ENDED = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is
 
 
 def describe_worker_end(error: BaseException) -> str | None:
-    """Return one sentence if `error` says that a data worker has ended, else None."""
-    match = _WORKER_ENDED.search(str(error))
+    """Return one sentence if `error` says that a data worker has ended or cannot get its data set, else None."""
+    text = str(error)
+    if "shared memory" in text:
+        return f"/dev/shm is too small for the tensors of the data set: give arrays, or pass --num-workers 0 ({text})"
+    match = _WORKER_ENDED.search(text)
     if not match:
         return None
     cause = f"was killed by the signal {match[2].strip()!r}" if match[2] else "ended"

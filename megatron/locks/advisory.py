@@ -27,7 +27,7 @@ def open_locked(path: Path) -> FileIO:
         raise
     except OSError:
         pass  # ENOLCK, ENOSYS, EOPNOTSUPP or EINVAL: no locks
-    _locked_files.add(file)
+    _locked_files.add(file)  # for `is_held_here`
     return file
 
 

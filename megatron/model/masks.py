@@ -72,7 +72,7 @@ def document_role_of(config: Config) -> DocumentRole:
 
 
 def document_scope(query_ids: Tensor, key_ids: Tensor | None = None, causal: bool = False) -> Documents | None:
-    """Return ids [b, q] and [b, k] as Documents, or None if every query sees all keys.
+    """Return ids [b, q] and [b, k] as Documents. Without ids (empty), return None: every query sees all keys.
 
     Raises ValueError if the caller passed an attention mask instead of ids.
     """

@@ -41,8 +41,9 @@ def grad_norm(parameters: Iterable[nn.Parameter] | nn.Parameter, mesh: Mesh | No
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)  # type: ignore[list-item]
     grads = [p.grad for p in parameters if p.grad is not None]
     device = parameters[0].device if parameters else torch.device("cpu")
+    # Each rank computes its part: sharded weights, and of copies on several ranks only one.
     squared_norm = replica_squared_norm(parameters, mesh.model.rank, device, mesh.data.group)
-    reduce_in_place(squared_norm, mesh.replica)
+    reduce_in_place(squared_norm, mesh.replica)  # the sum over tensor- and pipeline-parallel ranks
     dtype = torch.float32
     if grads:
         grad_dtype = grads[0].dtype.to_real()

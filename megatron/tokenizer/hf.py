@@ -252,7 +252,7 @@ class _PlainTextEncoder:
         return result
 
     def spans(self, text: str, inside: bool, after_text: bool) -> list[tuple[int, int, int]]:
-        """Return (id, first character, end) of each token of `ids`."""
+        """Return (id, first character, end) of each token that `ids` gives for the same arguments."""
         result = []
         offset = 0
         for part, tokenizer in self._parts(text, inside, after_text):

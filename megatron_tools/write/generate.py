@@ -121,7 +121,7 @@ def print_texts(writer: Writer, args: argparse.Namespace) -> None:
                 if args.json:
                     line = json.dumps({**prompt_fields, "text": text}, ensure_ascii=False)
                 print(line, flush=True)
-        if args.top_lift:
+        if args.top_lift:  # the tokens that the prompt makes more probable
             line = writer.top_lift(writer.question(prompt), args.top_lift)
             if is_rank_0():
                 print(f"    {line}", flush=True)
