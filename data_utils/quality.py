@@ -17,7 +17,7 @@ _TAG = re.compile(
     r"div|dl|dt|em|embed|fieldset|figcaption|figure|font|footer|form|h[1-6]|head|header|hr|html|i|iframe|img|input|ins|"
     r"kbd|label|legend|li|link|main|meta|nav|noscript|object|ol|option|p|param|picture|pre|rp|rt|ruby|s|script|section|"
     r"select|small|span|strong|style|sub|sup|svg|table|tbody|td|textarea|tfoot|th|thead|title|tr|tt|u|ul|video|wbr)"
-    r"""(?>\s+[-a-z_:.@]+(?:\s*=\s*(?:"[^"]*"|'[^']*'|[^\s"'<>]+))?)*\s*/?>"""
+    r"""(?>(?:\s+|(?<=["']))(?:data-[-\w.]+|[-a-z_:.@]+)(?:\s*=\s*(?:"[^"]*"|'[^']*'|[^\s"'<>]+))?)*\s*/?>"""
     r"""|<[a-z][-\w:.]*(?>\s+[-\w:.@]+\s*=\s*(?:"[^"]*"|'[^']*'))+\s*/?>"""
     r"|<!--.{0,2000}?-->|<!DOCTYPE[^<>]{0,200}>"
     r"|&(?:[a-z](?:grave|acute|circ|tilde|uml|ring|cedil|caron)|(?:ae|oe|sz)lig|oslash|eth|thorn|iexcl|iquest|"

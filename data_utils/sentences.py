@@ -12,7 +12,7 @@ _END = re.compile(
     re.VERBOSE,
 )
 _NOT_A_STOP = re.compile(
-    r"^\s*\d+$|(?:^|[\s(“\"'])(?:[A-Za-z]|(?:[A-Za-z]\.)+[A-Za-z]"
+    r"^\s*[(“\"']?\d+$|(?:^|[\s(“\"'])(?:[A-Za-z]|(?:[A-Za-z]\.)+[A-Za-z]"
     r"|Mr|Mrs|Ms|Dr|Prof|St|vs|etc|cf|Fig|No|Vol|pp|al|Inc|Ltd|Jr|Sr)$"
 )
 

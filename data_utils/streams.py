@@ -259,20 +259,32 @@ def _likely_encoding(raw: bytes) -> str:
 
 # Ideographs, the wide space and the punctuation marks U+3001 and U+3002, and full-width forms such as a wide comma.
 _CHINESE = re.compile("[\u4e00-\u9fa5\u3000-\u3002\uff01-\uff5f]")
+_HANGUL = re.compile("[\uac00-\ud7a3]")
+_KANA = re.compile("[\u3041-\u30ff]")
 _PRINTABLE_ASCII = re.compile(r"[ -~\t\r\n]")
 
 
 def _is_chinese(raw: bytes, encoding: str) -> bool:
     """Return True if over nine of ten characters are typical of Chinese text and at least one is Chinese.
 
-    A longer text must also contain frequent characters: Japanese and Korean files decode to rare ones.
+    Japanese and Korean files decode to Chinese characters, too, but to rare ones.
     """
     text = raw.decode(encoding, "replace")
     num_chinese = len(_CHINESE.findall(text))
-    if num_chinese > 50 and common_characters(text) < 0.03 * num_chinese:
+    if common_characters(text) < 0.03 * num_chinese and _is_korean_or_japanese(raw):
         return False
     num_ascii = len(_PRINTABLE_ASCII.findall(text))
     return num_chinese > 0 and (num_chinese + num_ascii) * 10 > 9 * len(text)
+
+
+def _is_korean_or_japanese(raw: bytes) -> bool:
+    """Return True if the bytes are mostly Hangul in EUC-KR, or to a third kana in Shift-JIS."""
+    for encoding, script, least_share in (("euc_kr", _HANGUL, 0.9), ("shift_jis", _KANA, 0.3)):
+        text = raw.decode(encoding, "replace")
+        non_ascii = sum(char > "\x7f" for char in text)
+        if len(script.findall(text)) > least_share * non_ascii:
+            return True
+    return False
 
 
 def open_text(path: str, encoding: str) -> io.TextIOWrapper:

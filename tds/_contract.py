@@ -108,10 +108,12 @@ deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3  training with ZeRO-
     patches   _get_norm_groups step
 
 deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer  training in fp16
+    uses      refresh_fp32_params
     fields    fp16_groups fp16_groups_flat
     patches   initialize_optimizer_states step
 
 deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer  the first step of Adam in half precision
+    uses      refresh_fp32_params
     patches   initialize_optimizer_states step
 
 deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler  the loss scale of fp16

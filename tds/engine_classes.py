@@ -196,9 +196,13 @@ class ExtendedEngine(DeepSpeedEngine):  # type: ignore[misc]
             # Without ZeRO, DeepSpeed saves the state of this optimizer as that of ZeRO, but does not load it as such.
             self.__dict__["zero_optimization"] = lambda: True
         try:
-            return super().load_checkpoint(**arguments)
+            loaded = super().load_checkpoint(**arguments)
         finally:
             self.__dict__.pop("zero_optimization", None)
+        # If DeepSpeed loads weights alone, the next step would restore the fp32 weights of before.
+        if not arguments.get("load_optimizer_states", True) and hasattr(self.optimizer, "refresh_fp32_params"):
+            self.optimizer.refresh_fp32_params()
+        return loaded
 
     def save_checkpoint(self, save_dir: Any, *args: Any, **kwargs: Any) -> Any:
         """Save as DeepSpeed does; at the first save, also warn of buffers whose copies differ.

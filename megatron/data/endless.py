@@ -60,7 +60,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return NotImplemented
-        elements = value.detach().contiguous().view(-1)
+        elements = value.detach().resolve_conj().contiguous().view(-1)
         return _tensor_of, (elements.view(torch.uint8).numpy(), value.dtype, value.shape)
 
 
@@ -69,9 +69,12 @@ def _tensor_of(data: Any, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor
 
 
 def pack(samples: list[Any]) -> bytes:
-    """Return the samples of a micro-batch as bytes, which a worker sends."""
+    """Return the samples of a micro-batch as bytes, which a worker sends. Raises ValueError for other objects."""
     buffer = io.BytesIO()
-    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(samples)
+    try:
+        _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(samples)
+    except (AttributeError, TypeError, RuntimeError, pickle.PicklingError) as error:
+        raise ValueError(f"a data worker cannot send a sample ({error}); dataset[n] must return tensors") from error
     return buffer.getvalue()
 
 

@@ -291,7 +291,10 @@ class SentencePieceTokenizer(Tokenizer):
         first, *others = text.split(MARK)
         ids = self._sp.encode(first)
         for part in others:
-            ids += self._mark_ids + self._no_prefix_model.encode(part)
+            # A model that merges spaces drops one at the beginning of a text, unless it prepends one itself.
+            keeps_space = part.startswith(" ") and self.facts.merges_spaces
+            model = self._sp if keeps_space else self._no_prefix_model
+            ids += self._mark_ids + model.encode(part)
         return np.array(ids, dtype=np.int32)
 
     def decode(self, ids: Sequence[int]) -> str:

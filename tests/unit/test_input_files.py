@@ -93,6 +93,7 @@ def test_a_character_that_the_first_megabyte_cuts_does_not_change_the_encoding(t
         ("すべての人間は、生れながらにして自由であり、かつ、尊厳と権利とについて平等である。" * 9, "shift_jis"),
         ("모든 국민은 인간으로서의 존엄과 가치를 가지며 행복을 추구할 권리를 가진다. " * 9, "euc_kr"),
         ("天地玄黄，宇宙洪荒。日月盈昃，辰宿列张。寒来暑往，秋收冬藏。" * 9, "gb18030"),
+        ("".join(f"第{number}号、张伟、王芳、李娜、刘洋、陈静、" for number in range(60)), "gb18030"),
     ],
 )
 def test_japanese_and_korean_files_are_not_taken_for_chinese(text: str, encoding: str, tmp_path: Path) -> None:
