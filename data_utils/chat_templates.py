@@ -174,8 +174,8 @@ class JinjaTemplate:
 
     def _marked(self, messages: Messages, rendered: str, blocks: Sequence[tuple[int, int]]) -> Pieces:
         """Return a rendered conversation in pieces that begin and end with its blocks."""
-        prompts = self._prompt_lengths(messages, rendered)
-        edges = {0, len(rendered)}
+        prompts = self._prompt_lengths(messages, rendered)  # the places in `rendered` where a prompt ends
+        edges = {0, len(rendered)}  # the places where pieces begin and end
         in_blocks: set[int] = set()  # characters that the blocks mark
         for begin, end in blocks:
             edges |= {begin, end}
@@ -184,7 +184,8 @@ class JinjaTemplate:
             raise ValueError("the chat template marks no text of this conversation with {% generation %}")
         pieces = []
         for begin, end in itertools.pairwise(sorted(edges)):
-            # Generation begins where a prompt ends, so no token may lie across the end of a prompt.
+            # Generation begins where a prompt ends, so no token may lie across the end of a prompt. At any other edge,
+            # a token may belong to both pieces.
             pieces.append(Piece(rendered[begin:end], begin in in_blocks, joins_previous=begin not in prompts))
         return tuple(pieces)
 

@@ -51,6 +51,8 @@ def uses_of_document(dataset: Any, corpus: int, document: int, samples: int) -> 
     epochs = -(-consumed // member.samples_per_epoch)  # rounded up, as the last epoch may be incomplete
     sample_numbers: set[int] = set()
     for epoch in range(epochs):
+        # `index` is a sample's number in its corpus, counted on over the epochs: the first one of epoch 1 has the
+        # number samples_per_epoch.
         for index in member.containing(np.array([document]), epoch).tolist():
             # The smallest n for which more than `index` of the first n samples come from the corpus: with index 2, the
             # n at which there are 3. The last of these n samples is the one that reads place `index` of the corpus.
@@ -143,7 +145,8 @@ def print_iteration(args: argparse.Namespace) -> None:
     prefixes = [member.prefix for member in corpus_datasets(dataset)]
     corpora = []
     for prefix in prefixes:
-        # A CPM corpus for T5 is shown by its contexts.
+        # A corpus that was masked for T5 during preprocessing (CPM's way) is three pairs, of which PREFIX_context holds
+        # the masked texts.
         is_masked = config.is_t5 and is_triple(prefix)
         corpora.append(IndexedDataset(f"{prefix}_context" if is_masked else prefix))
     rows = []

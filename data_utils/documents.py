@@ -229,6 +229,8 @@ def _stream_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
         ends = [match.end() for match in delimiter.finditer(unread, searched)]
         # White space at the end may be the first part of a delimiter, so it is searched again with the next block.
         searched += len(unread[searched:].rstrip(_DELIMITER_BYTES))
+        # Each round cuts `cut` bytes off `unread`: whole documents, the end of an overlong document, or the part of an
+        # overlong document that has been searched.
         bad: BadDocuments = ()
         cut = 0
         is_complete = bool(ends)  # whether the bytes before `cut` are whole documents

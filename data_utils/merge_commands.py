@@ -119,6 +119,8 @@ def _extract_corpus(prefix: str, ranges: Sequence[range], output: str) -> None:
 def _finish_corpus(builders: Sequence[IndexedDatasetBuilder], metadata: dict[str, Any]) -> None:
     """Write one sidecar for all .bin/.idx pairs of a corpus, such as the tokens and their loss mask; report them."""
     builder = builders[0]
+    # Entries such as the tokenizer remain valid; counts and checksums are new. If the sources have no sidecar, the
+    # output gets none, either.
     content = {key: metadata[key] for key in KEPT_ENTRIES if key in metadata}  # {} if the sources have no sidecar
     path = f"{builder.prefix}.json"
     if content:

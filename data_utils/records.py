@@ -247,8 +247,9 @@ class _JsonArray:
                 return
             end, error, may_continue = self._parse()
 
-            # The item may be cut off at the end of the window: add a block, and parse the item again, unless the part
-            # in the window is already longer than an item may be.
+            # The item may be cut off at the end of the window, with an error or without: of 12345, the window may hold
+            # 12. So add a block, and parse the item again, unless the part in the window is already longer than an item
+            # may be (is_endless).
             is_endless = may_continue and len(self._window) - self._position > self._largest
             if may_continue and not is_endless and self._read_block():
                 continue

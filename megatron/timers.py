@@ -65,7 +65,8 @@ class Timer:
         was_running = self._started_at is not None
         if was_running:
             self.stop()
-        self._accumulate()  # on an accelerator, this waits for the events of all intervals
+        # On an accelerator, stop() has only stored the events of the intervals. Here they are waited for and added up.
+        self._accumulate()
         seconds = self._seconds
         if reset:
             self.reset()

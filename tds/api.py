@@ -87,11 +87,14 @@ def __getattr__(name: str) -> Any:
     """Return DeepSpeed's attribute or submodule `name`, for names that tds does not define."""
     if name in _submodules.MOVED_NAMES:
         return getattr(importlib.import_module(_submodules.MOVED_NAMES[name]), name)
-    if not hasattr(_ds, name) and not name.startswith("_"):  # a submodule that is not imported yet, if anything
+    # An unknown name may be a submodule that is not imported yet. Names with an underscore are not: Python itself asks
+    # for names such as __path__.
+    if not hasattr(_ds, name) and not name.startswith("_"):
         try:
             return importlib.import_module(f"{_submodules.PACKAGE}.{name}")
         except ModuleNotFoundError:
             pass
+    # For example, DeepSpeedEngine is the class of tds that replaces DeepSpeed's.
     return _submodules.tds_version_of(getattr(_ds, name))
 
 

@@ -201,8 +201,8 @@ class PipelineHooks(PipelineOverrides, Engine, StockPipelineEngine):  # type: ig
 
     def _local_squared_norm(self) -> Tensor:
         """Return this rank's part of the squared gradient norm, a scalar; the ranks of a replica sum these parts."""
-        model_rank = self.grid.get_slice_parallel_rank()
-        if self.distributed:
+        model_rank = self.grid.get_slice_parallel_rank()  # tensor-parallel; only rank 0 counts unsharded weights
+        if self.distributed:  # else the replicas hold equal gradients, except those of experts
             square = self.distributed.squared_norm(model_rank, self.device)
             dist.all_reduce(square, group=self._replicas)  # each replica holds a shard of the gradients
             return square

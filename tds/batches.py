@@ -136,10 +136,10 @@ class Batches:
             self._inputs[micro] = map_tensors(batch[0], lambda t: host_copy(t, self.device))
         if self.needs_labels:
             labels = batch[1] if len(batch) > 1 else None
-            copy_object = partial(_copy_object, f"stage {self.stage}, labels of micro-batch {micro}")
+            copy_object = partial(_copy_object, f"stage {self.stage}, labels of micro-batch {micro}")  # for non-tensors
             self._labels[micro] = map_tensors(labels, lambda t: host_copy(t, self.device), copy_object)
         layout = tuple((t.dtype, t.shape) for t in inputs if isinstance(t, Tensor))
-        if layout != self._layout:  # a new run
+        if layout != self._layout:  # a new run (see `_layout`), because dtypes or shapes differ from the batch before
             self._layout = layout
             self._run_starts.append(micro)
         self.count += 1

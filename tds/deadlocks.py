@@ -246,13 +246,15 @@ def refuse_deadlocks(plan: Plan, rules: Rules) -> None:
     """Raise ScheduleError, which names the operations that wait for each other, if a plan deadlocks under `rules`."""
     # Each stage adds its own operations to the graph, in the order in which it submits them.
     graph = Graph()
-    post_after: Sequence[PostAfter] = [{}] * len(plan)  # with a fixed number of receives ahead, no receive has a time
+    # Number of passes after which a stage posts each receive. A channel that always posts `ahead` receives needs none.
+    post_after: Sequence[PostAfter] = [{}] * len(plan)
     if rules.ahead is None:
         post_after = simulate_posting(plan, rules.dynamic)
     for number, instructions in enumerate(plan):
         StageGraph(graph, rules, number, len(plan), post_after[number]).run(instructions)
 
-    # Messages connect the stages. A message ends only after both its send and its receive have started.
+    # Messages connect the stages. A message ends only after both its send and its receive have started, so the end on
+    # each side waits for the start on the other side. An end waits for the start on its own side anyway.
     for link, is_sender in graph.message_events:
         if is_sender:  # each link is in the dict twice, for its sender and for its receiver
             send_start, send_end = graph.message_events[link, True]

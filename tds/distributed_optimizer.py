@@ -79,7 +79,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._name_of: dict[nn.Parameter, str] = {}
         self._frozen: list[nn.Parameter] = []
         self.bf16_groups: list[list[nn.Parameter]] = []  # DeepSpeed saves the shapes of these weights
-        self.fp16_groups = self.bf16_groups
+        self.fp16_groups = self.bf16_groups  # the name that DeepSpeed reads in runs without bf16
         self._launcher: BucketLauncher | None = None
         self._gathers = DeferredGathers((), ())
         self._norm_slices: list[tuple[Tensor, bool]] | None = None  # of Bucket.norm_slices, computed once
@@ -87,6 +87,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._is_reduced = False
         self.norm: Tensor | None = None
         self._limit = 0.0
+        # Given to clip(): reads the norm on the host, from which step() sets `overflow`, whether the step was skipped.
         self.read_norm: Callable[[], float] | None = None
         self.overflow = False
         self._global_grad_norm: Tensor | None = None  # DeepSpeed's engine reads this attribute

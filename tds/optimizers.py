@@ -91,7 +91,9 @@ def _torch_settings(name: str, settings: dict[str, Any]) -> dict[str, Any]:
     torch_settings = dict(settings)
     for key in ("bias_correction", *KERNEL_OPTIONS):
         torch_settings.pop(key, None)
-    # With the flag torch_adam, DeepSpeed builds torch's class instead of its own.
+    # With the flag torch_adam, DeepSpeed builds torch's Adam instead of its own, which in Muon steps the parameters
+    # that are not matrices. torch's AdamW would decay weights by default. `fused` selects torch's fused kernel, which
+    # also clips, see `clip_in_step`.
     if name.lower() == "muon":
         return {**torch_settings, "torch_adam": True}  # Muon is not fused and has its own weight decay
     return {"weight_decay": 0.0, **torch_settings, "torch_adam": True, "fused": True}

@@ -119,6 +119,7 @@ def _seeding_functions(module: Any, layers: Sequence[Any]) -> list[Any]:
     number of earlier forward passes.
     """
     module.micro_offset += 1
+    # DeepSpeed adds 1 twice, too: the first forward pass has micro_offset 1 and the factor 2.
     first_seed = module.base_seed * (module.micro_offset + 1) + module._local_start
     set_seed = module.seed_fn or set_random_seed
 

@@ -64,6 +64,8 @@ def delete_leftovers(folder: Path) -> None:
         return
     for leftover in [*folder.glob("iter_*.tmp"), *folder.glob(f"{PROBE_PREFIX}*"), folder / "latest.tmp"]:
         with contextlib.suppress(OSError):  # if the folder cannot be written, the first save reports it
+            # A link, a probe or latest.tmp is deleted as it is. Of iter_*.tmp, only what saves have written is deleted,
+            # and anything else is renamed.
             if leftover.is_symlink() or not leftover.name.startswith("iter_"):
                 remove(leftover)
                 continue

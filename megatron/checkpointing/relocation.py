@@ -96,7 +96,8 @@ def copy_special_tokens(source: Path, home: Path) -> None:
     """
     ids = read_token_ids(source)  # those of config.json
     tokenizer_class = read_tokenizer_class(source)
-    # Chat templates need the class, which may follow from the model's type alone, even if the file names no ids.
+    # Chat templates need the class. In config.json, it may follow from the model_type alone. Without
+    # config.json, it can only be in tokenizer_config.json, which is copied itself.
     if tokenizer_class and source.with_name("config.json").is_file():
         ids["tokenizer_class"] = tokenizer_class
     for name, content in ((GENERATION, read_generation_config(source)), ("config.json", ids)):
@@ -123,7 +124,9 @@ def with_kept_tokenizer(config: Config, checkpoint: Path) -> Config:
     """Return `config` with --vocab-file set to the tokenizer that was copied beside `checkpoint`, if there is one."""
     given = config.data.vocab_file
     checkpoint = checkpoint.absolute()
-    homes = [checkpoint.parent, checkpoint.parent.parent]  # --save, or the run directory above its checkpoints
+    # A checkpoint is SAVE/iter_0001000 or RUN/checkpoints/iter_0001000, and its tokenizer SAVE/tokenizer or
+    # RUN/tokenizer.
+    homes = [checkpoint.parent, checkpoint.parent.parent]
     if isinstance(checkpoint, RemotePath):
         if given and Path(given).exists():  # so nothing needs to be downloaded
             return config

@@ -191,11 +191,11 @@ class Saver:
         check_complete(temporary_folder(final), tensors, expected)
         if steps:
             optimizer["steps"] = steps
-        add_moment_lists(optimizer, files, tensors)
+        add_moment_lists(optimizer, files, tensors)  # names of the weights that lack moments or are frozen
         sums = {file["file"]: file["sum"] for file in files}
         seed = mpu.get_rng().seed
         text = index_text(pending.state, self.config, self.fingerprint, tensors, optimizer, seed)
-        checksum = pending.share.checksum
+        checksum = pending.share.checksum  # the algorithm, the same on all ranks; `sums` has the values
         with warn_if_slow(final):
             if isinstance(final, RemotePath):
                 from .uploads import publish_remote

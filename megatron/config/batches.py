@@ -131,6 +131,8 @@ class BatchSchedule(NamedTuple):
         """Yield (first sample, size, number) for each range of iterations of one size, from sample `first` on."""
         ahead = self.after(first)
         # Each size ends at the start of the next one. The last size has no end: None.
+        # For example, size 4 and from sample 10 on size 8 give (0, 4, 3): the third iteration begins at 8 and keeps
+        # size 4, so the next range begins at 12.
         for size, end in itertools.zip_longest(ahead.sizes, ahead.starts[1:]):
             count = sys.maxsize
             if end is not None:

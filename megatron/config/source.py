@@ -77,6 +77,8 @@ def merge(sources: Sequence[Source], cli: Source) -> tuple[dict[str, Any], list[
         notes += _drop_unused_rope(values, new, source_of)
         values |= new  # later sources override earlier ones
         source_of |= dict.fromkeys(new, source.where)
+    # Flags of other frameworks may imply further settings, which must not override what is given: those that a file
+    # implies give way to the command line, and those that the command line implies to the user's files.
     for source in sources:
         values |= source.implied_settings(values, cli.values)
     files = sources[1:]  # without the entry script

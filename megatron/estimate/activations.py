@@ -243,7 +243,9 @@ def deferred_grad_bytes(shapes: Shapes, layers: Sequence[Layer]) -> float:
         inner_size = m.experts_per_token * m.expert_ff_size if layer.routes else m.ff_size
         if m.is_gated:
             inner_size *= 2
-        # Each sub-layer has a norm and an output projection, whose gradients have the size of the hidden states.
+        # Each sub-layer has a norm and an output projection, whose gradients have the size of the hidden states; only
+        # sequence parallelism shards these, see `hidden`. Heads and inner activations are split over all model-parallel
+        # ranks.
         total += 2 * sub_layers * shapes.hidden(tokens)
         total += (attentions * tokens * qkv_size + tokens * inner_size / shapes.ranks) * shapes.width
     return total
@@ -364,7 +366,7 @@ def logits_bytes(shapes: Shapes) -> tuple[float, float]:
     # The reference cross-entropy needs log-probabilities, their gradient and the gradient of the logits. 16-bit logits
     # are first copied to fp32. Tensor-parallel ranks each gather all logits.
     if "cross-entropy" in m.reference_ops:
-        copies = 3 if e >= 4 else 7
+        copies = 3 if e >= 4 else 7  # 7: in units of 16-bit logits, three tensors in fp32 and one in 16 bits
         gathered = shapes.ranks * logits if shapes.ranks > 1 else 0.0
         return logits, copies * shapes.ranks * logits + gathered
     # Other cross-entropy works in fp32 on a chunk of tokens and its gradient. If the logits have columns of padding,

@@ -304,7 +304,9 @@ class _StepMemory:
         """
         if not (self.deepspeed_zero and self.config.optim.weight_decay):
             return copied_bytes
+        # ZeRO steps this rank's share of the parameters, in at least fp32 (4 bytes).
         decayed_bytes = max(self.shapes.width, 4) * self.trained.held / self.replicas
+        # Here the other copies are freed before SGD makes its copy, so only the larger of the two counts.
         if self.resolved.zero_stage == 2 or self.shapes.width < 4:
             return max(copied_bytes, decayed_bytes)
         return copied_bytes + decayed_bytes

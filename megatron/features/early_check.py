@@ -20,13 +20,14 @@ def main() -> None:
     ranks = int(world_size)
     with exit_on_config_error(f"pretrain_{family}.py"):
         config = parse(argv, DEFAULTS[family], ranks).with_derived_iters(ranks)
+        # A check that fails raises ConfigError. The results of the checks are not needed.
         try:
             resolve(config, ranks, fast_bf16=False)
-        except ConfigError:  # other machines may run it, for which `--precision auto` is bf16
+        except ConfigError:  # other machines may run it, where `--precision auto` is bf16 and not fp32
             resolve(config, ranks, fast_bf16=True)
         raise_first_problem(load_problems(config))
         for word in config.train.eval_tasks or ():
-            split_word(word)
+            split_word(word)  # only its ConfigError for a missing file counts
 
 
 if __name__ == "__main__":

@@ -42,7 +42,9 @@ def continuation_request(tokenizer: Tokenizer, context: str, text: str, max_leng
     both is therefore not scored. max_length: context window in tokens. Ids before the window are left out.
     """
     if context:
-        stripped = context.rstrip()  # the trailing spaces belong to the text
+        # As in lm-eval, the context's trailing spaces belong to the text, because most tokenizers begin a word with its
+        # space. Of "sky is " and "blue", the ids of "sky is" are context, and that of " blue" is a target.
+        stripped = context.rstrip()
         all_ids = encode_with_start(tokenizer, context + text)
         context_ids = encode_with_start(tokenizer, stripped)
     else:
@@ -56,7 +58,8 @@ def continuation_request(tokenizer: Tokenizer, context: str, text: str, max_leng
         context_ids = all_ids[:-1]
     targets = all_ids[len(context_ids) :]
     context_ids = context_ids or [prefix_id(tokenizer)]
-    # One id more than the window, as the last target is no input.
+    # One id more than the window, as the last target is no input. With a window of 3, context 1 2 3 and targets 4 5
+    # give ids 2 3 4 5.
     ids = [*context_ids, *targets][-max_length - 1 :]
     # The first id is only context, so it is no target, even if the text is longer than the window.
     return Request(ids, min(len(targets), len(ids) - 1))

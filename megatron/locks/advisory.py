@@ -27,7 +27,8 @@ def open_locked(path: Path) -> FileIO:
         raise
     except OSError:
         pass  # ENOLCK, ENOSYS, EOPNOTSUPP or EINVAL: no locks
-    _locked_files.add(file)  # for `is_held_here`
+    # `is_held_here` finds the locks of this process in this set, and a forked worker closes its copies of these files.
+    _locked_files.add(file)
     return file
 
 

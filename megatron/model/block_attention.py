@@ -124,6 +124,9 @@ class _BlockAttention(torch.autograd.Function):
                 (piece_out,) = piece.cut(out)
                 piece_out.copy_(_attend_by_torch(piece, query, key, value, bias, scale))
             return out
+        # A piece is one row of the batch with its queries and keys, cut into blocks along its queries. The r query
+        # heads of a group share their keys, so their queries are one matrix [r * q, d]. A causal block sees only the
+        # first keys of its piece, as many as p [g, r * q, k] has columns.
         with onednn_matmuls():
             for piece in ctx.pieces:
                 row = piece.row.start

@@ -67,6 +67,8 @@ def dispatch_to_experts(x: Tensor, experts: Tensor, num_experts: int, apply_expe
     """
     experts_per_token = experts.shape[1]
     row_experts = experts.flatten()
+    # Experts [[1, 0], [0, 1]] of two tokens are the assignments 0 to 3, of experts [1, 0, 0, 1]. Sorted by expert, they
+    # are `order` [1, 2, 0, 3]. `inverse` [2, 0, 1, 3] has the sorted row of each assignment.
     order, inverse = _sort_order(row_experts)
     counts = count_numbers(row_experts, num_experts)  # rows of each expert
     rows = _permute_rows(x, order, inverse, experts_per_token)

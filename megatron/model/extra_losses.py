@@ -39,10 +39,11 @@ def evaluate(loss: "TokenLoss", logits: "Logits", labels: Tensor) -> Tensor:
     """Return [1, b, s], the loss of every token; if `loss.sample_sums` is a list, [2, b, s], with 1 for a wrong token.
 
     logits: [s, b, v/t]. labels: [b, s]. Without gradients, sets `loss.aux` to further values of the micro-batch.
+    sample_sums is a list only while features/eval_tasks.py scores texts.
     """
     if isinstance(logits, Tensor):
         values, loss.aux = _evaluate(loss, logits, labels)
-    elif torch.is_grad_enabled():
+    elif torch.is_grad_enabled():  # the logits of `chunks` have no gradient
         values, loss.aux = _evaluate(loss, logits.in_full(), labels)
     else:
         values, loss.aux = _evaluate_chunks(loss, logits, labels)

@@ -76,7 +76,7 @@ def document_scope(query_ids: Tensor, key_ids: Tensor | None = None, causal: boo
 
     Raises ValueError if the caller passed an attention mask instead of ids.
     """
-    if not query_ids.numel():
+    if not query_ids.numel():  # ids of `no_documents`: one document without padding
         return None
     if query_ids.dim() != 2 or query_ids.dtype == torch.bool:
         raise ValueError(
@@ -152,9 +152,10 @@ def _build_document_mask(query_ids: Tensor, key_ids: Tensor | None, causal: bool
     if causal:
         # Tokens see the earlier tokens of document n, whose ids are n, or -n in its prefix. Two tokens with the same
         # negative id are in the same prefix, where they see each other in both directions.
+        # For example, of ids [-1, -1, 1, 2], token 0 sees tokens 0 and 1, token 2 sees 0 to 2, and token 3 only itself.
         in_prefix = (query < 0) & visible
         visible = (query.abs() == key.abs()).tril() | in_prefix
-    if key_ids is not None:
+    if key_ids is not None:  # cross-attention; in self-attention, each query sees at least itself
         is_text = key != 0
         # In a row of padding only, all keys count as text, because a query that sees no key would give NaN.
         is_text = is_text | ~is_text.any(-1, keepdim=True)

@@ -31,6 +31,7 @@ class Recipe:
             self._source = source.detach()
             # The backward pass recomputes under the torch.autocast of this forward pass.
             self._autocast = present_autocast(source.device)
+        # Number of registered views, and how many of them are still to take the result after it was recomputed.
         self._uses = self._uses_left = 0
         self._result: Tensor | None = None
 

@@ -46,9 +46,11 @@ def _llama3(m: ModelConfig, inv_freq: Tensor) -> Tensor:
     low = m.rope_low_freq_factor
     high = m.rope_high_freq_factor
     wavelength = 2 * math.pi / inv_freq
+    # Share 0: a pair makes at most `low` turns (length / wavelength) in the original context. Share 1: `high` or more.
     unscaled_share = ((length / wavelength - low) / (high - low)).clamp(0, 1)
     blended = (1 - unscaled_share) * inv_freq / m.rope_scaling_factor + unscaled_share * inv_freq
     interpolated = torch.where(wavelength > length / low, inv_freq / m.rope_scaling_factor, inv_freq)
+    # Only the pairs between are blended, as in Hugging Face. The angles of all others are exactly divided or unchanged.
     return torch.where((unscaled_share > 0) & (unscaled_share < 1), blended, interpolated)
 
 

@@ -58,7 +58,7 @@ class Stream:
         if torch.compiler.is_compiling():
             mask: Tensor = _keep_mask_op(self.number, list(shape), p, device, dtype, turn)
             return mask
-        return self.draw(shape, p, device, dtype)
+        return self.draw(shape, p, device, dtype)  # without `turn`: `next_seed` gives each call its own seed
 
     def draw(self, shape: Sequence[int], p: float, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Draw a mask [*shape] for `keep_mask`. In a compiled graph, a custom operation calls this function."""

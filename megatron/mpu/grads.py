@@ -41,9 +41,10 @@ def grad_norm(parameters: Iterable[nn.Parameter] | nn.Parameter, mesh: Mesh | No
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)  # type: ignore[list-item]
     grads = [p.grad for p in parameters if p.grad is not None]
     device = parameters[0].device if parameters else torch.device("cpu")
-    # Each rank computes its part: sharded weights, and of copies on several ranks only one.
+    # This rank's part: its shards, and on model-parallel rank 0 also the weights that all these ranks hold. The data
+    # ranks hold equal gradients, except those of experts, whose squares are summed over the data group.
     squared_norm = replica_squared_norm(parameters, mesh.model.rank, device, mesh.data.group)
-    reduce_in_place(squared_norm, mesh.replica)  # the sum over tensor- and pipeline-parallel ranks
+    reduce_in_place(squared_norm, mesh.replica)  # over the tensor- and pipeline-parallel ranks of one copy of the model
     dtype = torch.float32
     if grads:
         grad_dtype = grads[0].dtype.to_real()

@@ -164,8 +164,8 @@ class ParamSpec:
         """Draw the initial values of `parameter`, this rank's part.
 
         seed: seed of the values; None draws them from torch's generator. A draw from a seed leaves torch's generator
-        unchanged and is skipped inside `skip_init`. Does nothing if no initialiser was declared or the parameter is on
-        the meta device.
+        unchanged, so only such draws are skipped inside `skip_init`; skipping others would change the later ones. Does
+        nothing if no initialiser was declared or the parameter is on the meta device.
         """
         init_method = self.init_method
         if init_method is None or parameter.is_meta:

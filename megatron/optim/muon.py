@@ -196,6 +196,8 @@ def _lr_ratios(spec: ParamSpec, adjust_lr_fn: str) -> float | Tensor:
         return ratios[0]
     block_counts, block_rows, growth = spec.fused
     if len(set(growth)) > 1:  # muP scales the fused matrices differently
+        # The learning rate of the whole weight is already divided by divisors[0], that of matrix 0. The factor
+        # divisors[0] / divisor replaces it by the divisor of each matrix.
         divisors = [muon_divisor(factors, shape, adjust_lr_fn) for factors, shape in zip(growth, shapes, strict=True)]
         ratios = [ratio * divisors[0] / divisor for ratio, divisor in zip(ratios, divisors, strict=True)]
     if len(set(ratios)) == 1:

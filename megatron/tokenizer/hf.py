@@ -252,7 +252,10 @@ class _PlainTextEncoder:
         return result
 
     def spans(self, text: str, inside: bool, after_text: bool) -> list[tuple[int, int, int]]:
-        """Return (id, first character, end) of each token that `ids` gives for the same arguments."""
+        """Return (id, first character, end) of each token of `text`; the method `ids` gives the same ids.
+
+        inside: True if the text does not start a document. after_text: True if it follows other text directly.
+        """
         result = []
         offset = 0
         for part, tokenizer in self._parts(text, inside, after_text):

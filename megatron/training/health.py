@@ -112,7 +112,7 @@ class Health:
         iteration was not skipped.
         """
         self.read()  # counts the skipped steps in `_streak`
-        if not self._streak:
+        if not self._streak:  # else the state to save stays that before the skipped steps
             self._applied_state = replace(state)
 
     def state_to_save(self, state: TrainState) -> TrainState:

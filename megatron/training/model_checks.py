@@ -68,6 +68,8 @@ def send_whole_shards(model: nn.Module) -> None:
     """
     if mpu.sequence_axis().size == 1:
         return
+    # `boundaries` and `receives` declare a stage's outputs and inputs for tds. `_input_pipe_partitioned` is the list of
+    # their `split` flags in models for CPM-Pretrain's TDS.
     for name in ("boundaries", "receives", "_input_pipe_partitioned"):
         declared = getattr(model, name, None)
         if declared is not None:

@@ -32,8 +32,8 @@ _COLUMN_PARALLEL = re.compile(
 _ROW_PARALLEL = re.compile(r"(attention\.dense|dense_4h_to_h)\.weight")  # row-parallel: split in dim 1
 _NO_PARAMETERS = re.compile(r"\.attention\.(bias|masked_bias)$|\._extra_state$")  # mask buffers and states of FP8
 _EMBEDDING = "embedding.word_embeddings.weight"
-# Part of a name in models of Megatron Core and earlier ones -> our part. Transformer Engine fuses norms with the layers
-# behind them.
+# Part of a name in models of Megatron Core and earlier ones -> our part, replaced in this order: the first entry
+# changes names that later entries then find. Transformer Engine fuses norms with the layers behind them.
 _OUR_PARTS = {
     "self_attention.": "attention.",
     "final_layernorm": "final_norm.norm",
@@ -68,6 +68,7 @@ class RankFiles:
                 f"{self.folder} contains neither mp_rank_00_model_states.pt nor mp_rank_00/model_optim_rng.pt, "
                 "nor layer_00-model_00-model_states.pt"
             )
+        # For files by layer, a `stage` is the number of a layer file: 3 for layer_03-model_00-model_states.pt.
         stages = sorted({stage for stage, _ in paths})
         self.ranks = 1 + max(rank for _, rank in paths)
         # Numbers of layer files have gaps, because some pipeline layers have no weights; stages have none.
@@ -76,6 +77,8 @@ class RankFiles:
         for stage, rank in product(expected_stages, range(self.ranks)):
             if (stage, rank) not in paths:
                 raise ValueError(f"{self.folder} lacks the file of model-parallel rank {rank}, {kind} {stage}")
+        # A file's content is also its header: settings and version stand beside the weights, except with files by layer
+        # (see below).
         headers = list(map(load_plain, paths.values()))
         contents = dict(zip(paths, headers, strict=True))
         self._shards_by_rank: dict[str, dict[int, Tensor]] = {}
@@ -316,6 +319,8 @@ def our_name(name: str, first_layer: int = 0) -> str | None:
     """
     if _NO_PARAMETERS.search(name):
         return None
+    # Up to three prefixes precede a name, and each line strips one: module.language_model.encoder.layers.0.mlp...
+    # becomes layers.0.mlp...
     name = re.sub(r"^(module|model|language_model)\.", "", name)
     name = re.sub(r"^language_model\.", "", name)
     name = re.sub(r"^(transformer|encoder|decoder)\.", "", name)

@@ -51,7 +51,8 @@ def solve_batch(replicas: int, total: int | None, micro: int | None, gas: int | 
         raise ValueError("give two of --global-batch-size, --micro-batch-size and --gas, which determine the third")
     if min(replicas, *given) < 1:
         raise ValueError("--global-batch-size, --micro-batch-size and --gas must be at least 1")
-    # The size that is missing counts as 1 here: the global batch must then be a multiple of the others.
+    # The size that is missing counts as 1 here: the global batch must then be a multiple of the others. With total 64,
+    # micro 4 and 2 replicas, step_samples is 8, and 64 / 8 is the missing gas.
     step_samples = (micro or 1) * (gas or 1) * replicas
     if total is None:
         total = step_samples
@@ -59,7 +60,8 @@ def solve_batch(replicas: int, total: int | None, micro: int | None, gas: int | 
     if len(given) == 3:
         divides = total == step_samples
     if not divides:
-        # Without --gas, the message says: is not --micro-batch-size 4 x --gas x 2 replicas.
+        # Without --gas, the message says: is not --micro-batch-size 4 x --gas x 2 replicas. If all three are given, it
+        # has --gas 3 there.
         known = f"--gas {gas} x --micro-batch-size" if micro is None else f"--micro-batch-size {micro} x --gas"
         near = max(round(total / step_samples), 1) * step_samples
         raise ValueError(
@@ -186,8 +188,8 @@ def candidates(request: SearchRequest) -> Iterator[Config]:
         # Experts are divided over some of the ranks that hold different samples or parts of them.
         if request.devices % ranks_per_replica or shards % ep:
             continue
-        # ZeRO 2 and 3 support neither pipelines nor expert parallelism. Without replicas ZeRO has nothing to shard, so
-        # only the lowest stage that the precision allows is tried.
+        # ZeRO 2 and 3 support neither pipelines nor expert parallelism. With shards == 1, ZeRO has nothing to shard, so
+        # they are not tried, either. Stage 1 remains, and without mixed precision also stage 0.
         if zero > 1 and (pp or ep > 1 or shards == 1):
             continue
         if chunks > 1 and not pp:

@@ -115,13 +115,16 @@ def print_texts(writer: Writer, args: argparse.Namespace) -> None:
     batch_size = args.batch_size if args.input else 1
     for prompt, texts in write_all(writer, read_prompts(args), args, batch_size):
         if is_rank_0():
+            # A line of --json is an object with the text, and with --input also the fields of its prompt. A plain line
+            # of --input has no line breaks.
             prompt_fields = as_json(prompt) if args.input else {}
             for text in texts:
                 line = text.replace("\n", " ") if args.input else text
                 if args.json:
                     line = json.dumps({**prompt_fields, "text": text}, ensure_ascii=False)
                 print(line, flush=True)
-        if args.top_lift:  # the tokens that the prompt makes more probable
+        # --top-lift N adds a line with the N tokens whose probability most exceeds their share of the training text.
+        if args.top_lift:
             line = writer.top_lift(writer.question(prompt), args.top_lift)
             if is_rank_0():
                 print(f"    {line}", flush=True)

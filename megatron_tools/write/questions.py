@@ -149,6 +149,8 @@ def _t5_question(prompt: str, tokenizer: SentinelTokenizer, continues_text: bool
     """Encode a text as in training: one with masked spans, or, for --objective prefix-lm, one to continue."""
     source = [*tokenizer.start, *tokenizer.encode(prompt)]
     shown_before = prompt if continues_text else ""
+    # In the T5 convention, prompt and answer both end with eod. In the CPM convention, the prompt has no end token, and
+    # the answer ends with the sentinel after that of its last span.
     if tokenizer.convention == "t5":
         return Question(prompt, [*source, tokenizer.eod], tokenizer.eod, shown_before)
     if not source:
