@@ -76,8 +76,9 @@ class Batches:
     def run_end(self, micro: int) -> int:
         """Return the first micro-batch after `micro` whose inputs have another shape or dtype, or are not read yet."""
         next_run = bisect_right(self._run_starts, micro)
-        starts = [*self._run_starts, self.count]  # a run ends where the next one starts
-        return starts[next_run]
+        if next_run == len(self._run_starts):
+            return self.count
+        return self._run_starts[next_run]  # a run ends where the next one starts
 
     def end_on_any_replica(self, replicas: Any) -> DataEnded | None:
         """Return the DataEnded error that this rank must raise if any replica's data have ended, else None.
