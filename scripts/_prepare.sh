@@ -78,7 +78,8 @@ delete_outdated() {
         if [ "$RUN_DIR/tokenizer.model" -nt "$begun" ]; then
             mv "$RUN_DIR/tokenizer.model" "$RUN_DIR/tokenizer.model.outdated"
         fi
-        rm -f "$RUN_DIR"/data/clean.jsonl* "$RUN_DIR"/data/corpus*
+        [ "$CORPUS" -ef "$RUN_DIR/data/clean.jsonl" ] || rm -f "$RUN_DIR"/data/clean.jsonl*
+        rm -f "$RUN_DIR"/data/corpus_text_document* "$RUN_DIR/data/corpus.part.json"
     fi
     echo "$1" >"$begun"
 }
