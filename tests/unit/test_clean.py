@@ -1,7 +1,9 @@
+import argparse
 import json
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,6 +12,8 @@ from data_utils import clean_corpus
 from data_utils.clean import DEFAULT_RULES, RULES, Limits, clean
 from data_utils.dedup import ExactDuplicates, fingerprint
 from data_utils.documents import read_texts
+from data_utils.indexed_writer import IndexedDatasetBuilder
+from data_utils.merge_commands import merge_pairs
 from data_utils.quality import collapse_phrases
 from data_utils.sentences import split_sentences
 from data_utils.shuffle import shuffled
@@ -216,3 +220,50 @@ def test_vowel_signs_are_no_letters_of_a_script() -> None:
     text = "กิ" * 9 + "x" * 11  # 9 consonants, each with a vowel sign, among 20 letters
     assert clean(text, limits=Limits(script="Thai", min_script=0.45)).text == text
     assert clean(text, limits=Limits(script="Thai", min_script=0.46)).reason == "not Thai"
+
+
+def cleaned(*flags: str) -> None:
+    clean_corpus.main(clean_corpus.build_parser().parse_args([*flags, "--workers", "0", "--quiet"]))
+
+
+def test_documents_that_differ_in_symbols_are_kept(tmp_path: Path) -> None:
+    texts = ["return a > b and c", "return a < b and c", "Return a > b, and c."]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    cleaned("--input", str(tmp_path / "x.jsonl"), "--output", str(tmp_path / "y.jsonl"), "--no-shuffle")
+    assert list(read_texts([str(tmp_path / "y.jsonl")])) == texts[:2]
+
+
+def test_equal_runs_write_equal_compressed_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x.jsonl").write_text(json.dumps({"text": CHINESE}) + "\n")
+    contents = []
+    for name in ("a", "b"):
+        output = tmp_path / name / "y.jsonl.gz"
+        cleaned("--input", f"{tmp_path}/x.jsonl@2", "--output", str(output))
+        contents.append(output.read_bytes())
+    assert contents[0] == contents[1] and b"y.jsonl\0" in contents[0]
+    assert list(read_texts([str(output)])) == [CHINESE] * 2
+    assert "--split" in capsys.readouterr().out, "a note on copies in training and validation"
+
+
+@pytest.mark.parametrize("flags", [("--script", "Latin"), ("--dropped", "d.jsonl.gz")])
+def test_flags_of_cleaning_without_effect_are_refused(flags: tuple[str, str], tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text(json.dumps({"text": CHINESE}) + "\n")
+    with pytest.raises(ValueError, match=flags[0]):
+        cleaned("--input", str(tmp_path / "x.jsonl"), "--output", str(tmp_path / "y.jsonl"), *flags)
+
+
+def test_parts_of_masked_corpora_and_unknown_tokenizers_in_a_merge(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("x_context", "x_target", "x_target_offset", "a", "b"):
+        with IndexedDatasetBuilder(tmp_path / name, np.int32) as builder:
+            builder.add_document([1, 2, 3])
+    parts = [str(tmp_path / f"x_{part}") for part in ("context", "target", "target_offset")]
+    with pytest.raises(ValueError, match="separately"):
+        merge_pairs(argparse.Namespace(prefixes=parts, output=str(tmp_path / "all")))
+    metadata = {"tokenizer": "t", "fingerprint": "f", "vocab_size": 9, "eod": 0, "append_eod": True}
+    (tmp_path / "a.json").write_text(json.dumps(metadata))
+    pairs = [str(tmp_path / "a"), str(tmp_path / "b")]
+    merge_pairs(argparse.Namespace(prefixes=pairs, output=str(tmp_path / "all")))
+    assert "no sidecar" in capsys.readouterr().out
+    assert not (tmp_path / "all.json").exists()
