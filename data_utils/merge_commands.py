@@ -24,7 +24,7 @@ def merge_pairs(args: argparse.Namespace) -> None:
     prefixes = [prefix for prefix in given if whole_of(prefix) not in given]  # a pattern also matches loss masks
     endings = {prefix.removeprefix(whole_of(prefix) or prefix) for prefix in prefixes}
     if len(endings) > 1:
-        raise ValueError(f"{', '.join(prefixes)} hold different things: merge the pairs of each ending by themselves")
+        raise ValueError(f"{', '.join(prefixes)} include parts of corpora: merge the pairs of each ending separately")
     sidecars = list(map(read_sidecar, prefixes))
     present = list(filter(None, sidecars))
     pairs = list(map(pair_prefixes, prefixes))

@@ -65,7 +65,7 @@ class Timer:
         was_running = self._started_at is not None
         if was_running:
             self.stop()
-        # On an accelerator, stop() has only stored the events of the intervals. Here they are waited for and added up.
+        # On an accelerator, stop() has only stored the events of the intervals. This waits for them and sums the times.
         self._accumulate()
         seconds = self._seconds
         if reset:

@@ -228,7 +228,7 @@ class PipelineHooks(PipelineOverrides, Engine, StockPipelineEngine):  # type: ig
             self._losses.read()  # until then, `named_losses` are those of the last step
             self.spike_guard.begin(torch.stack(list(self.named_losses.values())).sum())
         if self.distributed:
-            # The optimizer scales by the norm on the device; `read_norm` tells the host later if the step was skipped.
+            # The optimizer scales by the norm on the device; `step()` calls `read_norm` to read it on the host.
             norm = self._global_norm()
             read_norm: Any = self._read_norm
             if self.spike_guard:

@@ -145,7 +145,7 @@ def choose_cuts(module: Any, method: str | Sequence[int]) -> list[int]:
         if module._example is None:
             raise ValueError("partition_method 'balanced' measures the layers: give `example`, an input of layer 0")
         return cut_by_time(layer_times(module._layer_specs, module._example, this_device()), groups)
-    # Cuts may be a list or text, [0, 3, 7] or "0,3,7". As text, one test tells both from a name such as "uniform".
+    # Cuts may be a list or text, [0, 3, 7] or "0,3,7". As text, one test separates both from names like "uniform".
     text = method if isinstance(method, str) else ",".join(map(str, method))
     if not text.replace(",", "").replace(" ", "").isdigit():  # a name, not cuts such as "0,3,7"
         return _named_cuts(module, text, groups)

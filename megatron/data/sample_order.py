@@ -91,7 +91,7 @@ class SampleOrder:
 
     @property
     def is_small(self) -> bool:
-        """Whether the order of an epoch is kept in memory, not in a file."""
+        """True if the order of an epoch is kept in memory, not in a file."""
         return self.documents + self.per_epoch <= SMALL_EPOCH
 
     def epoch(self, number: int) -> Epoch:

@@ -77,8 +77,8 @@ class RankFiles:
         for stage, rank in product(expected_stages, range(self.ranks)):
             if (stage, rank) not in paths:
                 raise ValueError(f"{self.folder} lacks the file of model-parallel rank {rank}, {kind} {stage}")
-        # A file's content is also its header: settings and version stand beside the weights, except with files by layer
-        # (see below).
+        # A file's content is also its header: the file of the weights has the settings and the version, except with
+        # files by layer (see below).
         headers = list(map(load_plain, paths.values()))
         contents = dict(zip(paths, headers, strict=True))
         self._shards_by_rank: dict[str, dict[int, Tensor]] = {}
