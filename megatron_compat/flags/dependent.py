@@ -31,9 +31,10 @@ def rampup(config: Config, words: Any, ranks: int) -> Decision:
 
     The size grows by INCREMENT whenever another equal share of SAMPLES is consumed, as in Megatron-LM.
     """
-    if len(words) != 3 or not all(str(word).isdecimal() for word in words):
+    numbers = [str(word).replace("_", "") for word in words]  # int() accepts 9_765_625, too
+    if len(numbers) != 3 or not all(map(str.isdecimal, numbers)):
         return Refused("give three whole numbers: the first size, the increment and the number of samples")
-    start, increment, samples = map(int, words)
+    start, increment, samples = map(int, numbers)
     last_size = config.train_batch_size(ranks)
     if start < 1 or increment < 1 or last_size < start or (last_size - start) % increment:
         return Refused(

@@ -133,6 +133,11 @@ def test_a_rampup_has_megatrons_sizes(start: int, increment: int, samples: int, 
     assert config.train_batch_size(2) == size
 
 
+def test_numbers_of_a_rampup_may_have_underscores() -> None:
+    line = f"{SEQ} --global-batch-size 64 --rampup-batch-size 8 8"
+    assert config_of(f"{line} 1_000", 2) == config_of(f"{line} 1000", 2)
+
+
 def test_a_run_ends_with_its_samples() -> None:
     line = f"{SEQ} --batch-size-schedule '0:8 20_samples:16'"
     config = config_of(f"{line} --train-samples 100", 2)
