@@ -61,9 +61,10 @@ def _ignores_seq_length(config: Config, value: Any) -> bool:
     d = config.data
     if not config.is_t5 or d.enc_seq_length is None:
         return False
+    # --enc-seq-length sets the length of the samples, so only the number of learned positions may need --seq-length.
     if m.position_embedding != "learned" or m.max_position_embeddings is not None:
         return True
-    # --seq-length still sets the number of learned positions if it is the longest length; see `Config.positions`.
+    # The number of learned positions is the longest of the three lengths; see `Config.positions`.
     longest = max(d.enc_seq_length, d.dec_seq_length or 0)
     return d.seq_length <= longest
 
@@ -71,6 +72,7 @@ def _ignores_seq_length(config: Config, value: Any) -> bool:
 def _computed_operations(config: Config) -> set[str]:
     """Return the operations of --reference-ops that a model of this family computes."""
     m = config.model
+    # Fine-tuning separates the conversations of a window, prefix-LM the prefixes.
     separates_documents = config.data.reset_attention_mask or config.objective != "lm"
     is_computed = {
         "cross-entropy": True,
@@ -80,9 +82,9 @@ def _computed_operations(config: Config) -> set[str]:
         "biased-attention": m.position_embedding == "relative" or config.train.dtype == "bf16",
         "relative-positions": m.position_embedding == "relative",
         "document-attention": separates_documents or config.is_t5,
-        m.activation: True,
+        m.activation: True,  # --reference-ops accepts only gated activations; the names of others match nothing
     }
-    return {name for name, used in is_computed.items() if used}
+    return {name for name, computed in is_computed.items() if computed}
 
 
 ROWS = (
@@ -225,7 +227,7 @@ def notes(config: Config, ranks: int, given: Mapping[str, Any]) -> Iterator[str]
 
     A value that equals its default and is None, False, 0 or empty asks for nothing, so it gets no note.
     """
-    values = {"objective": config.objective}
+    values = dict[str, Any]()  # all settings by name, for the names in braces
     for section in config.to_dict().values():
         values |= section
     rows = [*ROWS]
@@ -236,6 +238,7 @@ def notes(config: Config, ranks: int, given: Mapping[str, Any]) -> Iterator[str]
             if name not in given:
                 continue
             value = given[name]
+            # Most rows have the off_value None, so a flag given as `none` gets no note either.
             is_default = value == _DEFAULTS[name]
             asks_for_nothing = value == row.off_value or (is_default and not value)
             if not asks_for_nothing and row.applies(config, value):

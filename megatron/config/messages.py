@@ -10,8 +10,10 @@ from ..json_text import describe_json
 
 def describe_error(error: BaseException) -> str:
     """Return the message of an error as one line."""
+    # The str() of an OSError begins with its number: [Errno 24] Too many open files: 'a.bin'.
     if isinstance(error, OSError) and error.strerror:
         path = f": {error.filename}" if error.filename else ""
+        # EMFILE: this process has too many open files.
         advice = "; raise the limit with ulimit -n" if error.errno == errno.EMFILE else ""
         return error.strerror + path + advice
     if isinstance(error, JSONDecodeError):
@@ -21,7 +23,7 @@ def describe_error(error: BaseException) -> str:
         message = str(error)
     except Exception as str_error:  # a user's class may have a faulty `__str__`
         message = f"{name} without a message, because its str() raised {type(str_error).__name__}"
-    return " ".join(message.split()) or name
+    return " ".join(message.split()) or name  # the message may be empty, such as that of a bare assert
 
 
 def shorten_list(names: Sequence[object], most: int = 8) -> str:

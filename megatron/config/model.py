@@ -92,9 +92,10 @@ class ModelConfig(ModelSettings):
     def key_value_growth(self) -> float:
         """Width of all keys of a token divided by their width in muP's base model; 1 without muP."""
         if self.mup_base_num_key_value_heads is None:
-            return self.width_factor
-        base = self.mup_base_num_key_value_heads * (self.mup_base_kv_hidden_size or self.head_size)
-        return self.key_value_heads * self.head_size / base
+            return self.width_factor  # the keys of the base model have the same ratio to --hidden-size
+        base_head_size = self.mup_base_kv_hidden_size or self.head_size
+        base_size = self.mup_base_num_key_value_heads * base_head_size
+        return self.key_value_heads * self.head_size / base_size
 
     def init_std(self, growth: float) -> float:
         """Return the standard deviation of the initial values of a matrix in attention or MLP.
@@ -111,9 +112,12 @@ class ModelConfig(ModelSettings):
     def output_std(self, branches: int, growth: float, decoder: bool = False) -> float:
         """Return the standard deviation of the initial output projections of a stack with `branches` residual branches.
 
-        It is divided by the square root of the number of branches (Radford et al. 2019), in muP's base model.
+        It is that of `init_std`, divided by the square root of the number of branches (Radford et al. 2019). With muP
+        for depth, the number is that of the base model.
         growth: see `init_std`. decoder: whether the stack is T5's decoder.
         """
+        # factor**2 is the depth of the base model / the depth of this model, so branches * factor**2 are the branches
+        # of the base model.
         factor = self.decoder_branch_factor if decoder else self.branch_factor
         divisor = math.sqrt(branches) * factor
         return self.init_std(growth) / divisor

@@ -51,7 +51,9 @@ def problems_of_positions(m: "ModelConfig") -> Iterator[str]:
 def problems_of_layers(m: "ModelConfig") -> Iterator[str]:
     """Yield an error text for each contradiction of experts, muP and relative positions with the other settings."""
     stack_sizes = [m.num_layers, m.decoder_layers] if m.family == "t5" else [m.num_layers]
-    given = len(m.moe_layer_frequency)
+    # One number n means the layers 0, n, 2n and so on. Several numbers are one for each layer, so every stack must have
+    # as many layers.
+    given = len(m.moe_layer_frequency)  # how many numbers the flag has
     if m.num_experts and given > 1 and any(given != layers for layers in stack_sizes):
         yield (
             f"--moe-layer-frequency has {given} numbers, but a stack has {max(stack_sizes)} layers; give one for each "

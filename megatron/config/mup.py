@@ -32,13 +32,16 @@ class Growth(NamedTuple):
 
 
 def muon_divisor(growth: tuple[float, float], shape: tuple[int, ...], adjust_lr_fn: str) -> float:
-    """Return the divisor of Muon's learning rate for a matrix of this shape; adjust_lr_fn: --muon-adjust-lr-fn.
+    """Return the divisor of Muon's learning rate for a matrix of this shape.
 
-    The largest singular value of an update must grow as sqrt(outputs / inputs). It equals the learning rate times
-    `muon_ratio`, which already depends on the shape.
+    From the base model to this one, the largest singular value of an update must grow by sqrt(outputs / inputs). It is
+    the learning rate times `muon_ratio`, so it already grows by muon_ratio(shape) / muon_ratio(shape in the base). The
+    divisor removes the difference.
+    growth: see `Growth`. shape: (outputs, inputs) of the matrix. adjust_lr_fn: --muon-adjust-lr-fn.
     """
     inputs, outputs = growth
-    # The formula below gives these values, too, but with rounding errors. Matrices with one divisor share a group.
+    # The formula below gives these values, too, but with rounding errors. Weights with different divisors would be in
+    # different parameter groups.
     if inputs == outputs:
         return math.sqrt(inputs) if adjust_lr_fn == "match_rms_adamw" else 1.0
     base_ratio = muon_ratio((shape[0] / outputs, shape[1] / inputs), adjust_lr_fn)
@@ -60,14 +63,15 @@ def notes(m: "ModelConfig", uses_muon: bool) -> Iterator[str]:
     # All factors are 1 without muP, and if this model is as large as the base model.
     if {m.width_factor, m.ff_growth, m.expert_ff_growth, m.branch_factor, m.decoder_branch_factor} == {1.0}:
         return
-    width = m.mup_base_kv_hidden_size or m.head_size
-    # Heads of the base model / heads of this model. Heads x their width grow by `width_factor`, as --hidden-size does.
-    heads_ratio = m.head_size / width / m.width_factor
+    base_head_size = m.mup_base_kv_hidden_size or m.head_size
+    # Heads of the base model / heads of this model. Heads x their width grow by `width_factor`, as --hidden-size does:
+    # a model that is 4 times as wide, with heads of 128 instead of 64, has twice as many heads, so the ratio is 1/2.
+    heads_ratio = m.head_size / base_head_size / m.width_factor
     follows_heads = uses_muon and m.num_key_value_heads and not m.mup_base_num_key_value_heads
     follows_depth = m.family == "t5" and m.mup_base_num_layers and not m.mup_base_num_decoder_layers
     sizes = problems_where(
         # The condition is always true: no flag gives the number of heads of the base model.
-        (True, f"--num-attention-heads {m.num_attention_heads * heads_ratio:g} of width {width}"),
+        (True, f"--num-attention-heads {m.num_attention_heads * heads_ratio:g} of width {base_head_size}"),
         (follows_heads, f"--num-key-value-heads {m.key_value_heads * heads_ratio:g}"),
         (not m.mup_base_ff_hidden_size, f"--ff-hidden-size {m.ff_size / m.ff_growth:g}"),
         (

@@ -51,10 +51,11 @@ def unknown_arguments(words: Sequence[str]) -> Iterator[str]:
         return
     suggest_flag = compat("flags.translate").suggest_flag  # it also knows flags of other frameworks
     known = ["--config", *map(flag, HOME)]  # HOME has the names of all settings
-    removed = {flag(name): removal_error(name) for name in REMOVED}
+    removal_errors = {flag(name): removal_error(name) for name in REMOVED}
     names = [word.split("=")[0] for word in words if word.startswith("--")]
     for name in names or words[:1]:  # without a flag, the first word is the mistake
-        yield removed.get(name) or f"unknown argument {name}{suggest_flag(name, known)}"
+        # A flag that has been removed has an error of its own.
+        yield removal_errors.get(name) or f"unknown argument {name}{suggest_flag(name, known)}"
 
 
 def removal_error(name: str) -> str:
@@ -70,6 +71,7 @@ def refuse_removed(saved: Mapping[str, Any], where: Path) -> None:
     """
     for values in saved.values():
         for name, advice in REMOVED.items():
-            # A removed setting without advice never changed the samples.
-            if advice and isinstance(values, Mapping) and values.get(name) is not None:
+            # A section may be no mapping in a damaged file, and null stands for a setting that was not given.
+            is_given = isinstance(values, Mapping) and values.get(name) is not None
+            if is_given and advice:  # a removed setting without advice never changed the samples
                 raise ConfigError(f"{where}: {removal_error(name)}")

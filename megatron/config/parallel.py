@@ -139,6 +139,7 @@ class ParallelConfig(Section):
                 self.pipeline_extra_warmup and schedule != "1f1b",
                 f"--pipeline-extra-warmup is for 1f1b, not for --pipeline-schedule {schedule}",
             ),
+            # Two mistakes: several chunks without interleaved, and interleaved with one chunk.
             (
                 (chunks > 1) != (schedule == "interleaved"),
                 f"--virtual-pipeline-size {chunks} does not fit --pipeline-schedule {schedule}: interleaved needs 2 or "
@@ -181,11 +182,11 @@ class ParallelConfig(Section):
         """
         replica_ranks = self.stages * self.model_parallel_size * self.context_parallel_size
         if world_size % replica_ranks:
-            copies = self.context_parallel_size
-            context = f" x --context-parallel-size {copies}" if copies > 1 else ""
+            context_ranks = self.context_parallel_size
+            context_flag = f" x --context-parallel-size {context_ranks}" if context_ranks > 1 else ""
             raise ConfigError(
                 f"{world_size} ranks cannot be divided into replicas of --pipe-parallel-size "
-                f"{self.pipe_parallel_size} x --model-parallel-size {self.model_parallel_size}{context}; "
+                f"{self.pipe_parallel_size} x --model-parallel-size {self.model_parallel_size}{context_flag}; "
                 f"start a multiple of {replica_ranks} ranks"
             )
         # Context-parallel ranks hold copies of the weights, so experts are divided among them, too.
@@ -208,9 +209,10 @@ def uses_sequence_parallel(config: "Config", on_accelerator: bool) -> bool:
     p = config.parallel
     d = config.data
     if p.sequence_parallel is not None:
-        return p.sequence_parallel
+        return p.sequence_parallel  # given by the user
+    # A custom model (no family) uses it only if it is given.
     if not on_accelerator or p.model_parallel_size == 1 or config.model.family is None:
         return False
     tokens = d.seq_length // p.context_parallel_size
     lengths = (tokens, d.enc_seq_length or 0, d.dec_seq_length or 0)  # any size divides the 0 of a length not given
-    return not any(length % p.model_parallel_size for length in lengths)
+    return all(length % p.model_parallel_size == 0 for length in lengths)

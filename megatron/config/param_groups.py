@@ -60,14 +60,14 @@ def _entry_problems(entry: Mapping[str, Any], where: str) -> Iterator[str]:
         if key not in ParamRule._fields:
             yield f"{where} has the unknown key {brief(repr(key))}{nearest(key, ParamRule._fields)}"
     for name in ("lr_factor", "weight_decay"):
-        rate = entry.get(name, 0)
-        # The type of True, which is an int in Python, is bool. Infinity is no rate.
+        rate = entry.get(name, 0)  # 0 is valid, so a missing key is no problem
+        # `type` instead of isinstance(), for which True is an int. The largest float excludes infinity.
         if type(rate) not in (int, float) or not 0 <= rate <= sys.float_info.max:
             yield f"{where}: {name} must be a number, 0 or more, not {format_value(rate)}"
     frozen = entry.get("frozen", False)
     yield from problems_where(
         (not isinstance(frozen, bool), f"{where}: frozen must be true or false, not {format_value(frozen)}"),
-        # The only key is the pattern.
+        # An entry of one key has only the pattern.
         (len(entry) == 1, f"{where} sets nothing; give lr_factor, weight_decay or frozen"),
         (
             frozen and len(entry) > 2,  # more keys than pattern and frozen
@@ -103,10 +103,11 @@ def describe_rules(path: str, rules: Collection[ParamRule], sizes: Mapping[str, 
     if unused_patterns:
         raise ValueError(
             f"--param-groups {path}: no weight matches {', '.join(unused_patterns)}; names are those of "
-            f"checkpoint.json, such as {next(iter(sizes))}"
+            f"checkpoint.json, such as {next(iter(sizes))}"  # the first weight, as an example
         )
     matched = match_rules(rules, sizes)
     without_rule = [name for name in sizes if name not in matched]
+    # A weight without a rule is trained.
     if not without_rule and all(rule.frozen for rule in matched.values()):
         raise ValueError(f"--param-groups {path} freezes all weights; leave at least one weight to train")
     return [*lines, f"--param-groups no pattern: the defaults ({_describe_count(without_rule, sizes)})"]

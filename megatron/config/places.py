@@ -28,6 +28,7 @@ def location_problems(config: Config) -> Iterator[str]:
     for section, _, f in settings():
         if f.name not in URL_SETTINGS + PATH_SETTINGS:
             continue
+        # `check_location` accepts paths and supported URLs, `require_local` only paths.
         check = check_location if f.name in URL_SETTINGS else require_local
         value = getattr(getattr(config, section), f.name)
         if value == "":
@@ -59,7 +60,9 @@ def relocated(values: Mapping[str, Any], old: str, new: str) -> dict[str, Any]:
         if isinstance(value, str):
             result[name] = new_path(value)
         elif isinstance(value, list) and name == "data_stages":
+            # All words together are the text of the stages, in which the prefixes are replaced.
             result[name] = [replace_prefixes(" ".join(map(str, value)), new_path)]
         elif isinstance(value, list):
+            # Each word is a weight or a prefix, such as 0.7 or data/a, and may begin with a name, as in web=data/a.
             result[name] = [renamed(str(word), new_path) for word in value]
     return result

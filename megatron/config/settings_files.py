@@ -50,6 +50,7 @@ def _similar_files_hint(path: str) -> str:
     missing = Path(path)
     if missing.exists():
         return ""
+    # `gpt2_smal`, without a folder, may be the name of a preset.
     is_preset = missing.parent in (Path(), Path("configs/models"))
     folder = presets.preset_folder("models") if is_preset else missing.parent
     stem, underscore, _ = missing.stem.rpartition("_")
@@ -57,7 +58,7 @@ def _similar_files_hint(path: str) -> str:
     # For a missing gpt2_smal.json, list the files gpt2_*.json.
     names = [file.name for file in files if underscore and file.name.startswith(f"{stem}_")]
     if is_preset and not names:
-        names = [file.stem for file in files]
+        names = [file.stem for file in files]  # all presets, without .json
     if not names:
         return ""
     return "; there are " + ", ".join(names)
@@ -78,14 +79,15 @@ class _FileSettings:
         known = list(HOME) if section is None else [f.name for f in fields(SECTIONS[section])]
         if name in known:
             if value == "none":
-                value = _NONE_VALUES.get(name, value)  # other settings, such as --router-balance, have a choice `none`
+                # A setting that cannot be None, such as --router-balance, keeps the word: `none` is one of its choices.
+                value = _NONE_VALUES.get(name, value)
             self.values[name] = value
             return
-        foreign = compat("flags.translate").flag_of(name)
-        if foreign:
+        foreign_flag = compat("flags.translate").flag_of(name)  # None if no other framework has the setting
+        if foreign_flag:
             # Other frameworks write null for flags that were not given.
             if value is not None:
-                self.foreign[foreign] = value
+                self.foreign[foreign_flag] = value
         elif name in REMOVED:
             if value is not None:  # earlier versions wrote null for it, too
                 self.removed.append(name)
@@ -134,29 +136,31 @@ def parse_settings(content: Mapping[str, Any], where: str) -> Source:
 def read_settings(path: str, given: Mapping[str, Any]) -> Source:
     """Return the settings in the JSON file `path`. given: those of the command line.
 
-    The config.json of a run describes the run in its folder, even if the folder was moved or copied.
+    The config.json of a run describes the run in its folder, even if the folder was moved or copied. The run that
+    starts may be this run, or a new one, in another run directory, with the same settings.
     """
     source = parse_settings(read_json(path), path)
-    former = source.values.get("run_dir")
-    if Path(path).name != "config.json" or not isinstance(former, str) or not is_saved_by_run(source):
-        return source
+    saved_dir = source.values.get("run_dir")  # the run directory when the file was saved
+    if Path(path).name != "config.json" or not isinstance(saved_dir, str) or not is_saved_by_run(source):
+        return source  # no run has saved this file in its folder
     names_data = given.get("data_path") or given.get("train_data_path")
-    if names_data and not given.get("data_stages") and source.values.pop("data_stages", None):
+    replaces_stages = names_data and not given.get("data_stages")
+    if replaces_stages and source.values.pop("data_stages", None):
         source.notes.append("--data-stages has no effect, as another flag names the training data")
     folder = str(Path(path).parent)
     run_dir = given.get("run_dir") or folder
-    if _is_same(run_dir, former):
+    if _is_same(run_dir, saved_dir):  # the run continues where it was
         return source
-    if not _is_same(folder, former):
-        source.values = relocated(source.values, former, folder)
+    if not _is_same(folder, saved_dir):  # the folder was moved or copied, so the paths into it are adapted
+        source.values = relocated(source.values, saved_dir, folder)
     if _is_same(run_dir, folder):
-        source.notes.append(f"the run directory {former} was moved or copied, so the run continues in {folder}")
+        source.notes.append(f"the run directory {saved_dir} was moved or copied, so the run continues in {folder}")
         return source
-    # The run in `run_dir` may not use what only the run that saved the file may: folders, bad batches, ONCE.
+    # A new run starts in `run_dir`. It does not use what is only for the saved run: folders, bad batches, ONCE.
     unused = []
     for name in ("save", "load", "tensorboard_dir", "skip_iterations", "skip_samples", *ONCE):
         value = source.values.pop(name, None)
-        if value and value != ONCE.get(name):
+        if value and value != ONCE.get(name):  # a default value needs no note
             unused.append(format_flag(flag(name), value))
     if unused:
         source.notes.append(f"the run in {run_dir} does not use {', '.join(unused)}")

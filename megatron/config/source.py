@@ -74,6 +74,7 @@ def merge(sources: Sequence[Source], cli: Source) -> tuple[dict[str, Any], list[
     for source in (*sources, cli):
         # Only files can have an objective that older versions stored by mistake.
         new = source.values if source is cli else without_stray_objective(source.values)
+        # `values` still has the earlier --rope-scaling method here.
         notes += _drop_unused_rope(values, new, source_of)
         values |= new  # later sources override earlier ones
         source_of |= dict.fromkeys(new, source.where)
@@ -89,14 +90,14 @@ def merge(sources: Sequence[Source], cli: Source) -> tuple[dict[str, Any], list[
 def _drop_unused_rope(values: dict[str, Any], new: Mapping[str, Any], source_of: Mapping[str, str]) -> Iterator[str]:
     """Drop from `values` the parameters that only an old --rope-scaling method uses, if `new` changes the method.
 
-    They are dropped with a note, which is yielded, not refused. source_of: source of each setting in `values`.
+    Yields a note on each of them. source_of: source of each setting in `values`.
     """
     old_method = values.get("rope_scaling")
     method = new.get("rope_scaling", old_method)
     if method == old_method:
         return
     for name in unused_rope_settings(values, method):
-        if name in new:
+        if name in new:  # given together with the method: `DecoderConfig` refuses this
             continue
         unused = format_flag(flag(name), values.pop(name))
         reason = f"{format_flag('--rope-scaling', method)} does not use it"
@@ -136,6 +137,7 @@ def without_stray_objective(values: Mapping[str, Any]) -> dict[str, Any]:
 
     Older versions stored this default objective of T5 in the settings of all families.
     """
+    # Without a family, the model may be a T5, whose objective this is.
     is_stray = values.get("family", "t5") != "t5" and values.get("objective") == "span-corruption"
     kept = dict(values)
     if is_stray:

@@ -132,7 +132,8 @@ def range_problem(word: str) -> str | None:
     """Return None if `word` is a number `A` or a range `A-B` with A <= B, else an error text."""
     problem = "must be a number or a range such as 10-12"
     first, dash, last = word.partition("-")
-    if len(word) > 40 or not first.isdecimal():  # Python refuses to convert thousands of digits
+    # int() refuses thousands of digits. Two numbers of int64, of 19 digits each, have less than 40 characters.
+    if len(word) > 40 or not first.isdecimal():
         return problem
     if not dash:
         return None

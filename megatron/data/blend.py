@@ -56,11 +56,12 @@ def block_quotas(weights: Sequence[float | str]) -> list[int]:
     """
     shares = shares_of(weights)
     counts = _rounded_counts(shares, min(_exact_block_size(shares), LARGEST_BLOCK))
+    # Of more than 1,024 corpora, all may be too rare for this block. Then it grows until the rarest has enough samples.
     if not _are_close(counts, shares):
         block = math.ceil(MIN_BLOCK_SAMPLES / min(shares))
         block = max(block, LARGEST_BLOCK)
         counts = _rounded_counts(shares, block)
-    divisor = math.gcd(*counts)
+    divisor = math.gcd(*counts)  # a block with the counts 6 and 4 repeats a block with 3 and 2
     return [count // divisor for count in counts]
 
 
@@ -81,13 +82,13 @@ def _are_close(counts: Sequence[int], shares: Sequence[Fraction]) -> bool:
 def rare_corpora(weights: Sequence[float | str]) -> list[int]:
     """Return the indices of the rare corpora: their share is too small for a block, so they form a second blend."""
     shares = shares_of(weights)
-    if _exact_block_size(shares) <= LARGEST_BLOCK:
+    if _exact_block_size(shares) <= LARGEST_BLOCK:  # a block has exact shares, however small they are
         return []
     threshold = Fraction(MIN_BLOCK_SAMPLES, LARGEST_BLOCK)
     if max(shares) < threshold:  # more than 1,024 corpora, all below the threshold
-        if _are_close(_rounded_counts(shares, LARGEST_BLOCK), shares):
+        if _are_close(_rounded_counts(shares, LARGEST_BLOCK), shares):  # the block is exact enough
             return []
-        threshold = Fraction(1, 2 * len(shares))
+        threshold = Fraction(1, 2 * len(shares))  # half of the mean share
     return [i for i, share in enumerate(shares) if share < threshold]
 
 
@@ -99,6 +100,8 @@ def order_block(counts: Sequence[int]) -> NDArray[np.int32]:
     block_size = sum(counts)
     # Sample k of a corpus with q samples per block must be at a position from k * block_size / q (rounded down) to
     # (k + 1) * block_size / q (rounded up) - 1. The second bound is the deadline.
+    # At each position, the samples that may stand there move from the heap `arrivals` to the heap `due`, and the sample
+    # with the earliest deadline is taken from `due`. The smallest entry of a heap is at index 0.
     arrivals = [(0, corpus, 0) for corpus in range(len(counts))]  # (first position, corpus, number of its sample)
     due: list[tuple[int, int, int]] = []  # (deadline, corpus, number of its sample)
     order = np.empty(block_size, np.int32)
@@ -154,8 +157,11 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
     def locate(self, n: int) -> tuple[int, int]:
         """Return (corpus index, sample index in that corpus) for sample n of the blend."""
         n = int(n)
-        rare_before = math.floor(n * self._rare_share)  # samples of rare corpora among samples 0 to n - 1 of the blend
-        if self._rare_blend and math.floor((n + 1) * self._rare_share) > rare_before:
+        # Of samples 0 to n - 1 of the blend, floor(n * share) are of rare corpora. Sample n is of one, too, if this
+        # number grows with it: with a share of 1/4, it grows at samples 3, 7, 11 and so on.
+        rare_before = math.floor(n * self._rare_share)
+        rare_with_n = math.floor((n + 1) * self._rare_share)
+        if self._rare_blend and rare_with_n > rare_before:
             corpus, number = self._rare_blend.locate(rare_before)
             return self._rare_indices[corpus], number
         block, position = divmod(n - rare_before, self.block_size)
@@ -230,7 +236,8 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
             common_ends.append(corpus_size * self.block_size // quota)
         if not self._rare_blend:
             return min(common_ends)
-        # Of n samples, n * _rare_share come from rare corpora and the others from common ones.
+        # Of n samples of the blend, n * _rare_share come from rare corpora and the others from common ones. So r rare
+        # samples are among the first r / _rare_share samples of the blend.
         rare_end = self._rare_blend.samples_per_epoch / self._rare_share
         common_end = min(common_ends) / (1 - self._rare_share)
         return int(min(common_end, rare_end))

@@ -31,10 +31,11 @@ def _windows_over(sample_order: SampleOrder, begin: Numbers, end: Numbers) -> Nu
     (tokens 20 to 30) and 3 (tokens 30 to 40).
     """
     length = sample_order.length
-    # Window `first` is the first one that ends after token `begin`, `last` the last one that begins before token `end`.
+    # Window j has the tokens from j * length to (j + 1) * length + overlap - 1. Window `first` is the first one whose
+    # last token is not before `begin`, `last` the last one whose first token is before `end`.
     first = np.maximum((begin - length - sample_order.overlap) // length + 1, 0)
     last = np.minimum((end - 1) // length, sample_order.per_epoch - 1)
-    count = np.maximum(last - first + 1, 0)
+    count = np.maximum(last - first + 1, 0)  # 0 for a document among the last tokens, which fill no window
     # The ranges one after another: first 2 and 7, count 2 and 3 give 2 3 7 8 9.
     count_before = np.cumsum(count) - count
     offsets = np.arange(int(count.sum())) - np.repeat(count_before, count)

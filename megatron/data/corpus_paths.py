@@ -70,8 +70,8 @@ def parse_named_sets(words: str | Words, part: str) -> dict[str, str | Words]:
     parts = [words] if isinstance(words, str) else words
     argument = " ".join(parts)
     blends: dict[str, str | Words] = {}
-    unnamed = 0
-    repeated = None
+    unnamed = 0  # number of words without a name
+    repeated = None  # first name that occurs twice; reported after the other two mistakes
     for word in parts:
         match = NAMED_SET.match(word)
         if not match or is_corpus(word):  # the prefix of a corpus may contain =
@@ -184,9 +184,10 @@ def has_loss_mask(prefix: str) -> bool:
         return False
     with path.open("rb") as file:
         header = file.read(HEADER.size)
-    if len(header) < HEADER.size:
+    if len(header) < HEADER.size:  # a damaged index
         return True
     _, _, dtype_code, _, _ = HEADER.unpack(header)
+    # A code without a dtype is also damage, so it counts as the code of uint8.
     return DTYPES.get(dtype_code, np.uint8) is np.uint8
 
 

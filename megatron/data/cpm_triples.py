@@ -57,7 +57,7 @@ class CPMTripleDataset(T5Samples):
         context = self._document_part("context", self.documents.start)
         found_sentinels = context[context >= self.first_id]
         num_spans = len(self._document_part("target_offset", self.documents.start)) // 2
-        # A document with a span has its sentinel, so at least one sentinel is expected.
+        # If none is found, one is expected nevertheless, so that the check fails, unless the document has no spans.
         num_expected = min(num_spans, max(len(found_sentinels), 1))
         if not np.array_equal(found_sentinels, self.first_id + np.arange(num_expected)):
             raise DatasetError(
@@ -99,25 +99,25 @@ class CPMTripleDataset(T5Samples):
         decoder_tokens = list[int]()
         decoder_owners = list[int]()
         sentinels = self.specials.sentinels
-        spans = 0
+        num_spans = 0  # spans in the sample so far
         for number, token, span in self._read_window(n):
             if span is not None:
                 fits_decoder = len(decoder_tokens) + 1 + len(span) <= self.plan.decoder  # 1 for its sentinel
-                has_sentinel = spans + 1 < len(sentinels)  # one sentinel is left for the end
+                has_sentinel = num_spans + 1 < len(sentinels)  # one sentinel is left for the end
                 if not (fits_decoder and has_sentinel):
-                    break
-                # The corpus numbers the spans of a document, a sample those of all its documents.
-                token = sentinels[spans]
+                    break  # the sample ends before this span
+                # The corpus numbers the spans of each document from 0, a sample numbers the spans of all its documents.
+                token = sentinels[num_spans]
                 decoder_tokens += [token, *span.tolist()]
                 decoder_owners += [number] * (1 + len(span))
-                spans += 1
+                num_spans += 1
             context.append(token)
             owners.append(number)
         if not decoder_tokens:  # the window contains no span, so the decoder predicts the closing sentinel only
             decoder_tokens = [sentinels[0]]
             decoder_owners = [1]
-            spans = 1
-        closed_targets = [*decoder_tokens, sentinels[spans]]
+            num_spans = 1
+        closed_targets = [*decoder_tokens, sentinels[num_spans]]
         # The labels are the decoder input, shifted by one token.
         arrays = (context, owners, closed_targets[:-1], closed_targets[1:], decoder_owners)
         return self.pad_sample(*(np.array(values, dtype=np.int64) for values in arrays))
@@ -157,6 +157,7 @@ def _overflow_note(prefix: str, encoder: int, decoder: int, sentinels: int) -> s
     context_tokens, target_tokens, offset_numbers = (
         IndexedDataset(f"{prefix}_{name}").num_tokens for name in TRIPLE_PARTS
     )
+    # On average, a window of `encoder` context tokens has encoder / context_tokens of all targets and spans.
     needed_tokens = encoder * target_tokens / max(context_tokens, 1) + 1  # with the closing sentinel
     needed_spans = encoder * offset_numbers / 2 / max(context_tokens, 1)  # a span has 2 numbers in target_offset
     # What is scarcer, decoder tokens or sentinels, decides how much of a window is kept.

@@ -21,8 +21,6 @@ ADVICE = "copy the file again or rebuild the corpus with tools/preprocess_data.p
 
 def evenly_spaced(count: int, max_count: int) -> list[int]:
     """Return at most `max_count` of the numbers 0 to `count` - 1, evenly spaced, with the first and the last."""
-    if not count:
-        return []
     return sorted({int(number) for number in np.linspace(0, count - 1, min(max_count, count))})
 
 
@@ -32,7 +30,7 @@ def sidecar_sums(prefix: str, sidecar: Sidecar | None) -> dict[str, Any] | None:
     The sidecar names the pairs as they were when it was written. A corpus that was renamed keeps its pairs' endings.
     """
     sums_by_name = (sidecar or {}).get("sha256")
-    if not isinstance(sums_by_name, dict) or not sums_by_name:
+    if not isinstance(sums_by_name, dict):
         return None
     name = Path(prefix).name
     # A sidecar of web and web_loss has the common name web and the endings "" and "_loss". If the corpus was renamed to
@@ -44,7 +42,9 @@ def sidecar_sums(prefix: str, sidecar: Sidecar | None) -> dict[str, Any] | None:
         ending = listed_name.removeprefix(old_name)
         if name.endswith(ending) and len(ending) > len(longest_ending):
             longest_ending = ending
-    sums = sums_by_name.get(name, sums_by_name.get(old_name + longest_ending))
+    if name not in sums_by_name:  # the corpus was renamed
+        name = old_name + longest_ending
+    sums = sums_by_name.get(name)
     return sums if isinstance(sums, dict) else None
 
 
@@ -61,6 +61,7 @@ class Block(NamedTuple):
         remaining = self.end - self.begin
         with self.path.open("rb") as file:
             file.seek(self.begin)
+            # A piece is empty if the file has become shorter; the checksum then differs.
             while remaining and (piece := file.read(min(remaining, READ_AT_ONCE))):
                 yield piece
                 remaining -= len(piece)
@@ -113,7 +114,7 @@ def find_holes(indexed: IndexedDataset, eod: int | None, max_blocks: int | None 
     eod: id that many empty documents may repeat. max_blocks: number of blocks to read; all if None.
     """
     count = -(-indexed.num_tokens // TOKENS_AT_ONCE)  # rounded up
-    runs = list[list[int]]()  # begin, end and id of each run
+    runs = list[list[int]]()  # [begin, end, id] of each run, with positions in the whole corpus
     for number in evenly_spaced(count, max_blocks or count):
         first_token = number * TOKENS_AT_ONCE
         tokens = indexed.tokens[first_token : first_token + TOKENS_AT_ONCE]
@@ -125,7 +126,7 @@ def find_holes(indexed: IndexedDataset, eod: int | None, max_blocks: int | None 
                 runs[-1][1] = end
             else:
                 runs.append([begin, end, token])
-    shortest = min(MIN_RUN_LENGTH, indexed.num_tokens)
+    shortest = min(MIN_RUN_LENGTH, indexed.num_tokens)  # a small corpus may be one run
     for begin, end, token in runs:
         if token != eod and end - begin >= shortest:
             yield from _describe_hole(indexed, begin, end, token)
@@ -139,7 +140,8 @@ def _describe_hole(indexed: IndexedDataset, begin: int, end: int, token: int) ->
     # Document `first` contains the first token of the run, document `last` the last one.
     first = int(ends.searchsorted(begin, "right"))
     last = int(ends.searchsorted(end - 1, "right"))
-    # A run of many documents of one token, which repeat an id, is no hole.
+    # Documents that hold a single token may repeat one id, which is no hole. So the documents of a hole must have more
+    # than two tokens on average.
     if end - begin > longest and 2 * (last - first) < end - begin:
         size = indexed.dtype.itemsize
         yield (
@@ -187,5 +189,5 @@ def find_problems(prefix: str, sidecar: Sidecar | None, max_blocks: int | None =
                 yield f"{problem}; {ADVICE}"
     if prefix in pairs:
         eod = sidecar.get("eod") if sidecar else None
-        # A block of tokens is smaller than one of the sidecar, so read more of them; None reads all.
+        # A block of tokens has 2 or 4 MiB, one of the sidecar 64 MiB, so read more of them. None, for all, stays None.
         yield from find_holes(IndexedDataset(prefix), eod, max_blocks and 16 * max_blocks)

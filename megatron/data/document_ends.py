@@ -40,8 +40,10 @@ def notes_on_ends(prefixes: Sequence[str], eod: int, config: Config) -> list[str
     Raises ValueError if the metadata of a corpus show that it has no end-of-document tokens.
     """
     flags = separating_flags(config)
+    if not flags:
+        return []
     notes = []
-    for prefix in prefixes if flags else ():
+    for prefix in prefixes:
         metadata = made_with(prefix)
         if metadata is not None:
             if problem := missing_ends(metadata, config):

@@ -44,13 +44,13 @@ class FillInTheMiddle:
         # These four numbers are drawn for every document, rearranged or not, so that each choice is independent.
         chances = rng.random((len(sizes), 4))
         pieces = []
-        end = 0
+        begin = 0  # of the document in the window
         for size, (chance, spm_chance, first_cut, second_cut) in zip(sizes, chances.tolist(), strict=True):
-            document = text[end : end + size]
+            document = text[begin : begin + size]
             is_rearranged = chance < self.rate
             is_spm = spm_chance < self.spm_rate
             pieces.append(self.rearrange_document(document, is_rearranged, is_spm, (first_cut, second_cut)))
-            end += size
+            begin += size
         return np.concatenate(pieces)
 
     def rearrange_document(self, ids: Ids, is_rearranged: bool, is_spm: bool, cuts: tuple[float, float]) -> Ids:
@@ -63,6 +63,7 @@ class FillInTheMiddle:
         kept_tokens = len(text) - SPECIAL_TOKENS  # the special tokens take the place of the last tokens
         if not is_rearranged or kept_tokens < 1:
             return ids
+        # + 1, because there are 4 places to cut in 3 tokens: before, between and after them.
         begin = int(min(cuts) * (kept_tokens + 1))
         end = int(max(cuts) * (kept_tokens + 1))
         prefix = text[:begin]

@@ -79,6 +79,7 @@ def _files_of(*pairs: str) -> list[Path]:
 
 def _read_blocks(path: Path, starts: Sequence[int]) -> Iterator[bytes]:
     """Yield `BLOCK_BYTES` bytes of a file from each start on."""
+    # Each block of a file in object storage is a request, which takes long, so several requests run at the same time.
     if isinstance(path, RemotePath):
         size = path.stat().st_size
         with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:

@@ -85,11 +85,13 @@ def check_ids(indexed: IndexedDataset, vocab_size: int | None) -> None:
     """
     if vocab_size is None:
         return
+    # The start and the end of the corpus, which overlap in a small one.
     for first in (0, max(0, len(indexed.tokens) - CHECKED_IDS)):
         ids = indexed.tokens[first : first + CHECKED_IDS]
         if int(ids.min()) >= 0 and int(ids.max()) < vocab_size:
             continue
         bad_index = int(np.argmax((ids < 0) | (ids >= vocab_size)))
+        # The document is the first one that ends after the token; document_ends() has the ends of all documents.
         document = int(np.searchsorted(indexed.document_ends(), first + bad_index, side="right"))
         where = f"token {first + bad_index:,}, in document {document:,}"
         raise DatasetError(
@@ -102,9 +104,10 @@ def check_ids(indexed: IndexedDataset, vocab_size: int | None) -> None:
 def refuse_other_files(
     maps: Sequence[tuple[str, Any, int]], old: Sequence[os.stat_result], new: Sequence[os.stat_result]
 ) -> None:
-    """Raise DatasetError if a file is another one than the process has opened that pickled the data set.
+    """Raise DatasetError if this process has opened another file than the process that pickled the data set.
 
-    maps: path, map and size of each file. old, new: its status there and here.
+    maps: path, map and size of each file. old: status of each file when the data set was pickled. new: status of the
+    file that this process has opened.
     """
     for (path, *_), before, now in zip(maps, old, new, strict=True):
         # The time alone changes by `touch`, and the inode alone when a network file system forgets it.

@@ -42,7 +42,8 @@ def map_epoch(sample_order: "SampleOrder", number: int, folder: str) -> OrderArr
             with file_lock(scratch_folder() / f"{name}.lock"):
                 # Another process may have created the file while this one waited for the lock.
                 path = _find_file(candidates, size)
-                path = path or _create(candidates, specs, size, lambda new: sample_order._fill_arrays(number, new))
+                if path is None:
+                    path = _create(candidates, specs, size, lambda new: sample_order._fill_arrays(number, new))
         arrays = _map_views(path, specs, "r")
     except OSError as error:
         consequence = "every process keeps a copy in memory; to save memory, set TMPDIR to a folder with free space"
@@ -86,13 +87,14 @@ def _find_file(candidates: list[Path], size: int) -> Path | None:
 def _create(candidates: list[Path], arrays: Arrays, size: int, fill: FillArrays) -> Path:
     """Create the file at the first of the candidate paths whose disk has room for it; return this path.
 
-    arrays: name, length and dtype of each array. fill: fills the new arrays.
+    arrays: name -> (length, dtype) of each array in the file. size: bytes of the file. fill: fills the new arrays.
+    Raises OSError if no disk has room.
     """
     for path in candidates:
         temporary = temporary_name(path)
         try:
             _reserve(temporary, size)
-        except OSError as error:
+        except OSError as error:  # the disk is full, or this user may not write there
             if path == candidates[-1]:  # there is no other folder to try
                 raise
             print(

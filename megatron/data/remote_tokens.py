@@ -178,8 +178,9 @@ class RemoteTokens:
         per_block = self._per_block
         first_block = start // per_block
         end_block = (stop - 1) // per_block + 1
-        if all(self._readable[first_block:end_block]):
+        if all(self._readable[first_block:end_block]):  # the blocks are mapped, side by side
             return self._mapped_tokens[start:stop]
+        # Else some must be mapped or downloaded, or are in memory, apart from the others.
         blocks = list(map(self._get_block, range(first_block, end_block)))
         tokens = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
         first_token = first_block * per_block
@@ -194,6 +195,7 @@ class RemoteTokens:
         with contextlib.suppress(OSError):  # if somebody has deleted the folder, mapped files can still be read
             mtime = os.stat(self._folder).st_mtime_ns
             if mtime != self._folder_mtime:
+                # A file that was deleted has no inode, and one that was then downloaded again has another inode.
                 were_deleted = (_inode(self._folder / str(n)) != inode for n, inode in self._files.items())
                 if any(were_deleted):
                     self._reset_region()
@@ -262,14 +264,16 @@ class RemoteTokens:
     def _store_block(self, number: int, data: bytes) -> None:
         """Write a block into the cache. On a full disk, training continues without it."""
         path = self._folder / str(number // BLOCKS_PER_FILE)
+        index_in_file = number % BLOCKS_PER_FILE
         try:
             # No mode of open() writes inside a file and also creates it if it is missing; os.open() does.
             with name_in_errors(path), open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
-                file.seek(number % BLOCKS_PER_FILE * BLOCK)
+                file.seek(index_in_file * BLOCK)
                 file.write(data)
                 file.flush()
                 os.fdatasync(file.fileno())  # if the machine crashes, the next byte must not be there without the block
-                file.seek(BLOCKS_PER_FILE * BLOCK + number % BLOCKS_PER_FILE)
+                # After all blocks, the file has a byte for each of them: 1 if the block is there.
+                file.seek(BLOCKS_PER_FILE * BLOCK + index_in_file)
                 file.write(b"\1")
             self._stored_blocks += 1
             if self._stored_blocks >= self._blocks_per_check:
@@ -301,12 +305,14 @@ def cached_pieces(folder: Path, begin: int, end: int) -> list[tuple[Path, int, i
         path = folder / str(number // BLOCKS_PER_FILE)
         index_in_file = number % BLOCKS_PER_FILE
         with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
+            # After all blocks, the file has a byte for each of them: 1 if the block is there.
             if os.pread(file.fileno(), 1, BLOCKS_PER_FILE * BLOCK + index_in_file) == b"\1":
+                # The first and the last block may lie only partly between `begin` and `end`.
                 piece_begin = max(begin, number * BLOCK)
                 piece_end = min(end, (number + 1) * BLOCK)
                 pieces.append((path, index_in_file * BLOCK + piece_begin % BLOCK, piece_end - piece_begin))
                 continue
-        return None  # the block is not in the cache
+        return None  # the file or the block is missing
     return pieces
 
 
@@ -326,6 +332,7 @@ def evict(folder: Path, limit: int) -> None:
                 status = path.stat()
                 size = status.st_blocks * 512  # the files are sparse
                 total += size
+                # Files of tokens, and copies that were not opened recently, may be deleted.
                 if not is_copy or status.st_mtime < now - RECENT_SECONDS:
                     # False sorts before True, so tokens come before copies of objects, and old files before new ones.
                     files.append((is_copy, status.st_mtime_ns, size, path))

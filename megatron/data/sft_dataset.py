@@ -66,8 +66,9 @@ class Records:
             targets_before = np.concatenate([[0], np.cumsum(flags, dtype=np.int64)])
             starts = np.cumsum(sizes) - sizes
             ends = starts + np.minimum(sizes, max_tokens)
-            position = run.start - documents.start
-            counts[position : position + len(run)] = targets_before[ends] - targets_before[np.minimum(starts + 1, ends)]
+            after_first_token = np.minimum(starts + 1, ends)  # a document without tokens has no first one
+            first = run.start - documents.start  # index of the run's first document in `counts`
+            counts[first : first + len(run)] = targets_before[ends] - targets_before[after_first_token]
             self.loss_flags.refresh()
         return counts
 

@@ -128,7 +128,8 @@ def _advice_for_longer(shorter: SpanPlan, plan: SpanPlan, decoder: int | None, s
     """Return a hint that names the flag to raise for longer windows, or an empty string."""
     if shorter.encoder > 0.95 * plan.encoder:  # the encoder is nearly full, so no other flag would help
         return ""
-    # A slightly longer window would need more sentinels than there are.
+    # So a longer window did not fit because of the sentinels or the decoder. If 1/16 more spans, at least 2, would need
+    # more sentinels than there are, the sentinels are the limit.
     if shorter.max_spans + max(shorter.max_spans // 16, 2) >= sentinels:
         return f" (longer samples need more than --num-sentinels {sentinels})"
     return f" (longer samples need more than --dec-seq-length {decoder})" if decoder else ""

@@ -53,11 +53,9 @@ def plan_spans(
     decoder: None for no limit. encoder_ends: True if encoder input and labels end with an end token (convention t5).
     Raises DatasetError if there are too few sentinels.
     """
-    tokens = 2
-    best = _plan(tokens, density, mean_span, encoder_ends)
+    best = _plan(2, density, mean_span, encoder_ends)  # the shortest window: a masked and an unmasked token
     while True:
-        tokens += 1
-        plan = _plan(tokens, density, mean_span, encoder_ends)
+        plan = _plan(best.tokens + 1, density, mean_span, encoder_ends)
         if plan.encoder > encoder or (decoder is not None and plan.decoder > decoder):
             break
         best = plan
@@ -124,12 +122,13 @@ def draw_spans_to_document_ends(
         excess = encoder_length - plan.encoder
         if excess <= 0:
             break
-        used -= excess
+        used -= excess  # with fewer tokens, the documents divide the spans anew
         boundaries = boundaries[boundaries < used]
 
     is_masked = np.zeros(plan.tokens, dtype=np.bool_)
     is_span_start = np.zeros_like(is_masked)
     begin = 0
+    # The smallest number of spans is 1 for a document whose last token must be masked, else 0.
     for size, count, noise_tokens, is_end_masked in zip(sizes, spans, noise, min_spans, strict=True):
         document = slice(begin, begin + size)
         # The slices are views, so this writes into the masks of the window.
@@ -149,6 +148,7 @@ def _divide_among_documents(boundaries: Ints, used: int, plan: SpanPlan) -> tupl
     """
     # Last tokens at 3 and 7 and 10 used tokens give the stops 4 8 10 and the sizes 4 4 2; the last document is cut.
     stops = boundaries + 1
+    # The last document is cut if tokens follow the last stop, also if there is no stop at all.
     is_cut = not len(stops) or stops[-1] < used
     if is_cut:
         stops = np.append(stops, used)
@@ -159,7 +159,7 @@ def _divide_among_documents(boundaries: Ints, used: int, plan: SpanPlan) -> tupl
 
     # Spans are divided in proportion to the size of a document. Each span needs two tokens, a masked one and an
     # unmasked one before it.
-    wanted_spans = max(plan.spans, len(boundaries))
+    wanted_spans = max(plan.spans, len(boundaries))  # at least one for each document that ends
     spans = _distribute(sizes // 2, min(wanted_spans, used), min_spans)
     # Each span gets at least one masked token. A document with spans keeps an unmasked token for each, if it can.
     most_noise = np.where(spans > 0, np.maximum(sizes - spans, spans), 0)
@@ -197,10 +197,10 @@ def _mask_document(
         return
     # Number of unmasked tokens. At least one precedes each span, except in a document of one token.
     unmasked = len(is_masked) - masked_tokens
-    unmasked_lengths = np.zeros(spans + 1, dtype=np.int64)
+    unmasked_lengths = np.zeros(spans + 1, dtype=np.int64)  # before each span, and after the last one
     if unmasked > spans and not is_end_masked:  # unmasked tokens also follow the last span
         unmasked_lengths[:] = draw_lengths(rng, unmasked, spans + 1)
-    elif unmasked:
+    elif unmasked:  # else the document is one masked token
         unmasked_lengths[:spans] = draw_lengths(rng, unmasked, spans)
     lengths = draw_lengths(rng, masked_tokens, spans)
     # A span starts after the unmasked tokens up to it and the spans before it. With 2 and 3 unmasked tokens before
@@ -221,8 +221,9 @@ def splice(text: Ids, is_masked: Mask, is_span_start: Mask, sentinels: Ids) -> t
     with_sentinels[is_span_start] = sentinels
     # The first token of a span is repeated, and its first copy is then replaced by the sentinel. The spans A B and C
     # have the repeats 2 1 2, so the targets are A A B C C, and with sentinels at 0 and 3, <1> A B <2> C.
-    repeats = 1 + is_span_start[is_masked]
+    starts_span = is_span_start[is_masked]  # whether each masked token is the first one of its span
+    repeats = 1 + starts_span
     targets = np.repeat(text[is_masked], repeats)
-    sentinel_positions: Ids = (np.cumsum(repeats) - repeats)[is_span_start[is_masked]]
+    sentinel_positions: Ids = (np.cumsum(repeats) - repeats)[starts_span]
     targets[sentinel_positions] = sentinels
     return with_sentinels[~is_masked | is_span_start], targets, sentinel_positions

@@ -8,6 +8,7 @@ PARTS = ("train", "valid", "test")
 def parse_split(text: str) -> list[float]:
     """Parse `949,50,1` into fractions that sum to 1. Raises ValueError for invalid text."""
     try:
+        # Megatron-LM accepts 949/50/1, too.
         weights = list(map(float, text.replace("/", ",").split(",")))
     except ValueError:
         weights = []
@@ -28,7 +29,8 @@ def split_documents(shares: Sequence[float], documents: int) -> list[range]:
     # two documents that are left go to the largest remainders, 0.8 and 0.7. So the counts are 4, 3 and 2.
     exact = [share * documents for share in shares]
     counts = list(map(int, exact))
-    by_remainder = sorted(range(len(shares)), key=lambda i: (counts[i] - exact[i], i))
+    # Of equal remainders, the first one stays in front.
+    by_remainder = sorted(range(len(shares)), key=lambda i: exact[i] - counts[i], reverse=True)
     for i in by_remainder[: documents - sum(counts)]:
         counts[i] += 1
     # Each non-zero share without a document takes one from the largest range.

@@ -57,7 +57,7 @@ class StagedDataset(Dataset[dict[str, Tensor]]):
     ) -> None:
         self.datasets = list(datasets)
         self._prefixes = prefixes
-        # A salt may use all 64 bits, but ids are int64, so its bits are read as a signed number.
+        # A salt may use all 64 bits, but ids are int64, so its bits are read as a signed number. 0 changes no id.
         self._salts = np.array(salts or [0] * len(datasets), np.uint64).astype(np.int64)
         self.plan = getattr(datasets[0], "plan", None)  # T5 only: sequence lengths, the same for all data sets
         self.begins = [begin for begin, _ in stages]
@@ -126,12 +126,13 @@ class StagedDataset(Dataset[dict[str, Tensor]]):
         while first < end:
             index = self._stage_index(first)
             stage = self._stages[index]
-            stage_end = min([end, *self.begins[index + 1 :]])  # the begin of the next stage, if it comes before `end`
-            if index:
-                ids.append(self._later_sample_ids(stage, first - stage.begin, stage_end - first))
+            # The samples of this stage end where the next stage begins, or at `end`.
+            part_end = min([end, *self.begins[index + 1 :]])
+            if index:  # not the first stage
+                ids.append(self._later_sample_ids(stage, first - stage.begin, part_end - first))
             else:
-                ids.append(stage.blend.sample_ids(first, stage_end - first))
-            first = stage_end
+                ids.append(stage.blend.sample_ids(first, part_end - first))
+            first = part_end
         return np.concatenate(ids)
 
     def _later_sample_ids(self, stage: _StageBlend, first: int, count: int) -> Ints:

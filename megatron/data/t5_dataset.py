@@ -64,7 +64,8 @@ class Objective:
         if self.name == "prefix-lm":
             decoder_length = decoder or max(encoder // 4, 1)
             targets = decoder_length - 1  # the decoder input begins with a start token or sentinel
-            # The window fills the encoder, except for its end token, and the decoder; its one span is the targets.
+            # The window fills the encoder, except for its end token (True counts as 1), and the decoder. Its one span
+            # is the targets.
             tokens = encoder - has_end_token + targets
             return SpanPlan(tokens, noise=targets, spans=1, encoder=encoder, decoder=decoder_length)
         return plan_spans(encoder, decoder, self.noise_density, self.mean_span_length, sentinels, has_end_token)
@@ -92,8 +93,6 @@ class T5Samples(CorpusDataset):
         decoder_length = self.plan.decoder
 
         def pad_to(values: Ids, length: int, filler: int) -> Tensor:
-            if len(values) == length:
-                return torch.from_numpy(values)
             padded = np.full(length, filler, dtype=np.int64)
             padded[: len(values)] = values
             return torch.from_numpy(padded)
@@ -184,6 +183,7 @@ class T5Dataset(T5Samples):
             )  # fmt: skip
         if self.objective.name == "prefix-lm":  # for span corruption, splice() has put a sentinel before each span
             targets = np.append(self.sentinels[0], targets)
+            # The sentinel belongs to the document of the first target.
             decoder_documents = np.append(decoder_documents[:1], decoder_documents)
         closed_targets = np.append(targets, self.sentinels[spans])
         # The labels are the decoder input, shifted by one token.

@@ -61,7 +61,8 @@ def _add_placeholders(model: nn.Module, keys: dict[nn.Parameter, GroupKey]) -> N
     """Add a placeholder to `model` and `keys` for each group of which only other stages have weights."""
     own_keys = set(keys.values())
     keys_by_stage = gather_objects(own_keys, mpu.get_mesh().pipe)
-    missing = set().union(*keys_by_stage) - own_keys
+    missing = set().union(*keys_by_stage) - own_keys  # those of other stages only
+    # Sorted, as the order of a set may differ between the ranks of a stage, which must agree on the names.
     for index, key in enumerate(sorted(missing)):
         placeholder = nn.Parameter(torch.zeros(1))
         model.register_parameter(f"{PLACEHOLDER}{index}", placeholder)

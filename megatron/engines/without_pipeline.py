@@ -55,13 +55,15 @@ class NoPipeEngine:
         # Without ZeRO, this class clips gradients itself. DeepSpeed does not report the gradient norm by which it
         # clips. With several model-parallel ranks, this norm also differs from the norm of mpu.clip_grad_norm.
         self.clips_all_gradients = resolved.zero_stage == 0
+        # What reduces gradients over the replicas: a DistributedOptimizer, else a GradReducer, else (None) DeepSpeed.
         self.reducer: GradReducer | tds.DistributedOptimizer | None = engine.distributed
         if resolved.overlap_grad_reduce:
             zero_state.disable_reduction(engine)
-            if self.data.size > 1:
+            if self.data.size > 1:  # one replica has nothing to reduce
                 self.reducer = GradReducer(engine.module, self.data.group)
         sums_gradients = resolved.overlap_grad_reduce or resolved.distributed_optimizer
         self._replica_divisor = 1 if sums_gradients else self.data.size
+        # Measure whether `factor` is right for this version of DeepSpeed; raises ValueError if not.
         check_factor(engine, self.factor, own_reduction=sums_gradients)
         self.clip_grad = resolved.clip_grad
         self._loss_names: dict[str, tuple[str, ...]] = {}  # "training" or "evaluation" -> names of additional losses
@@ -112,16 +114,17 @@ class NoPipeEngine:
     def _pass_mean_targets(self, counts: Pending, gas: int) -> None:
         """Give the loss function the mean number of targets of a micro-batch, if it asks for it."""
         loss_fn: Any = getattr(self.deepspeed.module, "loss_fn", None)
+        if not hasattr(loss_fn, "mean_targets"):
+            return
 
-        def mean_targets() -> Tensor:
-            return _nonzero_counts(counts) / (gas * self.data.size)
+        def compute_mean() -> Tensor:
+            return _nonzero_counts(counts) / (gas * self.data.size)  # micro-batches of all replicas
 
-        if hasattr(loss_fn, "mean_targets"):
-            # A loss that accepts a function calls it itself, so that only its forward pass waits for the counts.
-            if getattr(loss_fn, "accepts_callable", False):
-                loss_fn.mean_targets = mean_targets
-            else:
-                loss_fn.mean_targets = mean_targets()
+        # A loss that accepts a function calls it itself, so that only its forward pass waits for the counts.
+        if getattr(loss_fn, "accepts_callable", False):
+            loss_fn.mean_targets = compute_mean
+        else:
+            loss_fn.mean_targets = compute_mean()
 
     def _forward(self, batch: Any, loss_sum: Tensor, aux: defaultdict[str, Any]) -> Tensor:
         """Return a micro-batch's loss, a scalar. Add it to `loss_sum`, and the model's additional losses to `aux`."""
@@ -160,17 +163,17 @@ class NoPipeEngine:
         guard = engine.spike_guard
         if guard:
             guard.begin(loss)
-        if self.clips_all_gradients:
+        if self.clips_all_gradients:  # without ZeRO: each rank holds all gradients of its weights
             norm = mpu.grad_norm(engine.module.parameters())
         elif engine.distributed:  # tds' DistributedOptimizer: each rank holds a share of the gradients
             mesh = mpu.get_mesh()
             squared_norm = engine.distributed.squared_norm(mesh.model.rank, engine.device)
             reduce_in_place(squared_norm, mesh.replica)
             norm = self._sum_over_replicas(squared_norm).sqrt()
-        else:
+        else:  # the other optimizers of ZeRO belong to DeepSpeed; they ask the guard themselves
             return None
         if guard:
-            norm = guard.inf_if_spike(norm)
+            norm = guard.inf_if_spike(norm)  # an infinite norm makes the optimizer skip the step
         if self.clips_all_gradients:
             gradients = [grad_values(p) for p in engine.module.parameters() if p.grad is not None]
             clip_in_step(engine.optimizer, gradients, norm, self.clip_grad)
@@ -202,6 +205,7 @@ class NoPipeEngine:
             for batch in micro_batches:
                 loss += self._loss(engine.module, batch).double()
                 self._add_aux(aux)
+            # The first of the counts is the number of targets.
             results = {"targets": counts.wait().view(-1)[0].item(), "loss": self._sum_over_replicas(loss).item()}
             for name in self._require_same_names(aux, "evaluation"):
                 results[name] = self._sum_over_replicas(aux[name]).item()
@@ -224,8 +228,10 @@ class NoPipeEngine:
         part: `training` or `evaluation`.
         """
         names = tuple(sorted(aux))
-        if self.data.size == 1:
+        if self.data.size == 1:  # no all-reduce, so the names may change
             return names
+        # In the first step of a part, the replicas exchange their names. Later steps must have the same names, so they
+        # need no exchange.
         if part not in self._loss_names:
             all_names: set[str] = set().union(*gather_objects(names, self.data))
             self._loss_names[part] = tuple(sorted(all_names))
@@ -266,7 +272,8 @@ class NoPipeEngine:
         forward pass.
         """
         with self.timers("data"):
-            batches_read: list[Any] = [None] * gas  # for a rank that reads no data; `batch_fn` receives from another
+            # A rank without `batches` reads no data: `batch_fn` receives its micro-batches from another rank.
+            batches_read: list[Any] = [None] * gas
             if batches is not None:
                 batches_read = [next(batches) for _ in range(gas)]
         with self.timers("targets"):

@@ -87,8 +87,9 @@ def transformer_kept(shapes: Shapes, layer: Layer) -> float:
     m = shapes.config.model
     e = shapes.width
     tokens = shapes.layer_tokens(layer)
-    first_length, second_length = sample_lengths(shapes.config)
-    key_length = length = tokens // shapes.config.train.batch_size
+    first_length, second_length = sample_lengths(shapes.config)  # (encoder, decoder) of a T5, else (whole sample, 0)
+    length = tokens // shapes.config.train.batch_size  # tokens of one sample on this rank
+    key_length = length
     hidden = shapes.hidden(tokens)
     # The statistics of a norm are fp32: the scale of each token, and LayerNorm's mean.
     is_rmsnorm = m.normalization == "rmsnorm"
@@ -96,11 +97,11 @@ def transformer_kept(shapes: Shapes, layer: Layer) -> float:
     sub_layers = _num_sub_layers(layer)
     kept = sub_layers * (hidden + statistics)  # input and statistics of the norm of each sub-layer
     if "norm" not in m.recompute_modules:
-        kept += (sub_layers - layer.routes) * hidden  # outputs of norms; `_mixture_kept` counts that of a mixture
+        kept += (sub_layers - layer.routes) * hidden  # outputs of norms; if the layer routes, `_mixture_kept` has one
     if "rms-norm" in m.reference_ops and is_rmsnorm:
-        kept += sub_layers * hidden * (1 if e >= 4 else 3)  # what is scaled, and a copy of the input in fp32
+        kept += sub_layers * hidden * (1 if e >= 4 else 3)  # what is scaled, and in 16 bits an fp32 copy of the input
     if m.hidden_dropout:
-        kept += sub_layers * hidden / e * shapes.mask  # a dropout mask after each sub-layer
+        kept += sub_layers * hidden / e * shapes.mask  # hidden / e is the number of elements of a dropout mask
     # A context-parallel rank has a part of the queries of each sequence, which see the keys of all ranks.
     if shapes.config.parallel.context_parallel_size > 1 and not shapes.config.is_t5:
         key_length = first_length
@@ -150,9 +151,11 @@ def _mixture_kept(shapes: Shapes, tokens: int) -> float:
     # The z-loss keeps a second table of scores [tokens, experts].
     score_tables = 1 + (m.router_z_loss > 0)
     kept += tokens / shapes.sequence_shards * (m.num_experts or 0) * router_width * score_tables
-    kept += router_input_bytes if m.router_jitter else 0.0  # the input without jitter
-    # 16 bytes are two int64 numbers: first the router's, then the order of the rows and its inverse.
-    kept += rows / shapes.sequence_shards * (16 + router_width) + rows * (16 + e)
+    if m.router_jitter:
+        kept += router_input_bytes  # the input without jitter
+    # For each row, the router keeps two int64 numbers and a weight; then come order and inverse, int64, and a weight.
+    router_row_bytes = rows / shapes.sequence_shards * (16 + router_width)
+    kept += router_row_bytes + rows * (16 + e)
     kept += 2 * rows * m.hidden_size * e + _inner_kept(shapes, rows * m.expert_ff_size)
     if shapes.config.parallel.expert_parallel_size > 1:
         kept += 16 * rows  # order and inverse of the rows that arrive from other ranks
@@ -196,7 +199,7 @@ def backward_working(shapes: Shapes, layer: Layer) -> float:
         return hidden + max(mlp_bytes, other_bytes)
     rows = tokens * m.experts_per_token
     weight_copies = 0.0
-    # Otherwise, one grouped matmul computes all experts of the rank.
+    # With these settings, the experts are computed one by one. Without them, one grouped matmul computes all.
     is_looped = m.hidden_bias or "activation" in m.recompute_modules or shapes.config.parallel.zero_stage == 3
     if shapes.accelerated and shapes.precision == "bf16" and not is_looped:
         experts_on_rank = (m.num_experts or 0) / shapes.config.parallel.expert_parallel_size / shapes.ranks
@@ -218,8 +221,9 @@ def _scores_working(shapes: Shapes, layer: Layer) -> float:
         return 0.0
     batch_size = shapes.config.train.batch_size
     length = shapes.layer_tokens(layer) // batch_size
-    scores = m.num_attention_heads / shapes.ranks * length**2  # of a sample
+    scores = m.num_attention_heads / shapes.ranks * length**2  # number in a sample, for the keys of this rank
     if m.attention_dropout:
+        # The queries of a context-parallel rank see a share of the keys of all `context` ranks.
         context = shapes.config.parallel.context_parallel_size
         tensors = 4 if m.checkpoint_attention else 1
         return tensors * batch_size * scores * context * _visible_share(context) * shapes.matmul_width
@@ -232,6 +236,7 @@ def deferred_grad_bytes(shapes: Shapes, layers: Sequence[Layer]) -> float:
     They are those of the matmuls and norms of a micro-batch's transformer layers, and of the logits.
     """
     m = shapes.config.model
+    # Only the last pipeline stage ends with the head, which computes logits; they become their own gradient.
     total = logits_bytes(shapes)[0] if layers[-1].name == "head" else 0.0
     qkv_size = (m.num_attention_heads + 2 * m.key_value_heads) * m.head_size / shapes.ranks
     for layer in layers:
@@ -261,7 +266,8 @@ def other_layer_kept(shapes: Shapes, layer: Layer) -> float:
     hidden_bytes = shapes.hidden(tokens)
     name = layer.cls.__name__
     if name in ("StackNorm", "DecoderNorm"):
-        # Logits in chunks have their gradients before the backward pass, so nothing keeps the output.
+        # Input and output are kept. Only logits in chunks do not keep the output of the norm before them, as they have
+        # their gradients before the backward pass. The output of the encoder's norm goes to the decoder instead.
         tensors = 1 if chunked_loss_kept(shapes) and layer.name != "encoder.final_norm" else 2
         return tensors * hidden_bytes + tokens * 8 / shapes.sequence_shards  # 8 bytes of statistics a token
     if name in ("DecoderStart", "StackStart"):
@@ -313,11 +319,12 @@ def shared_table_bytes(shapes: Shapes, layers: Sequence[Layer]) -> float:
     """
     config = shapes.config
     m = config.model
+    # The number of transformer layers (`repeated` is True for them) or one copy for all.
     copies = sum(layer.repeated for layer in layers) if config.parallel.zero_stage == 3 else 1
     length, _ = sample_lengths(config)
     total = 0.0
-    is_whole = config.parallel.context_parallel_size == 1
-    if is_whole and m.sliding_window is not None and m.sliding_window < length:
+    has_whole_sample = config.parallel.context_parallel_size == 1
+    if has_whole_sample and m.sliding_window is not None and m.sliding_window < length:
         total += length**2 * (1 + copies * shapes.width)  # a bool mask, and copies in the dtype of the activations
     if m.position_embedding == "rope":
         total += copies * 2 * length * m.rotary_size * 4  # cosines and sines in fp32
@@ -340,6 +347,7 @@ def chunked_loss_kept(shapes: Shapes) -> float:
     m = shapes.config.model
     tokens = shapes.target_tokens
     chunk = m.logits_chunk_size
+    # All logits are computed at once: without the flag, if one chunk holds all tokens, or by the reference formula.
     if not chunk or tokens <= chunk or "cross-entropy" in m.reference_ops:
         return 0.0
     rows = padded_vocabulary(shapes.config, shapes.ranks) // shapes.ranks
@@ -361,7 +369,7 @@ def logits_bytes(shapes: Shapes) -> tuple[float, float]:
     if extra_bytes:
         if e < 4 and not shapes.accelerated:
             extra_bytes += rows * m.hidden_size * 4  # the gradient of a chunk in fp32, before it is added
-        tokens = m.logits_chunk_size or tokens
+        tokens = m.logits_chunk_size
     logits = float(tokens * rows * e)
     # The reference cross-entropy needs log-probabilities, their gradient and the gradient of the logits. 16-bit logits
     # are first copied to fp32. Tensor-parallel ranks each gather all logits.
