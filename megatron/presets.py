@@ -21,7 +21,8 @@ def preset_folder(kind: str) -> Path:
         installed = importlib.metadata.files("megatron-tds") or []
     except importlib.metadata.PackageNotFoundError:
         installed = []
-    # Files of .../configs/<kind>/.
+    # Of all files that pip has installed, those of .../configs/<kind>/ are in one folder. Without any, return the
+    # checkout's folder, which does not exist.
     folders = {Path(str(f.locate())).resolve().parent for f in installed if f.parts[-3:-1] == ("configs", kind)}
     return next(iter(folders), checkout_folder)
 
@@ -32,7 +33,10 @@ def find_preset(name: str, kind: str) -> Path:
     The user may write a bundled preset as NAME or configs/<kind>/NAME.json. If neither exists, return `name` as a path.
     """
     path = Path(name)
+    if path.is_file():
+        return path
     bundled = preset_folder(kind) / f"{path.name.removesuffix('.json')}.json"
-    if not path.is_file() and path.parent in (Path(), Path("configs") / kind) and bundled.is_file():
+    names_preset = path.parent in (Path(), Path("configs") / kind)  # Path() is the parent of a name without folder
+    if names_preset and bundled.is_file():
         return bundled
     return path

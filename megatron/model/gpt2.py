@@ -53,15 +53,16 @@ class LanguageModel(LayerStack):
         With labels [b, s], return the loss of every token, [b, s], or with a loss_mask [b, s] as well, the masked sum.
         extra: see `Targets` in loss.py.
         """
-        logits = self.run(inputs)  # [s, b, v/t]
+        # Logits [s, b, v/t], perhaps deferred (--logits-chunk-size); with experts, in training (logits, routers' loss).
+        outputs = self.run(inputs)
         if labels is not None:
             if loss_mask is None:
                 from .extra_losses import loss_per_token
 
-                return loss_per_token(self.loss_fn, logits, labels)
-            return self.loss_fn(logits, (labels, loss_mask, extra))
-        logits, _ = split_router_loss(logits)  # without labels no loss is asked for
-        logits = mpu.whole_logits(logits).transpose(0, 1)
+                return loss_per_token(self.loss_fn, outputs, labels)
+            return self.loss_fn(outputs, (labels, loss_mask, extra))
+        logits, _ = split_router_loss(outputs)  # the routers' loss only matters as a part of a training loss
+        logits = mpu.whole_logits(logits).transpose(0, 1)  # [b, s, v/t]
         if self.parallel_output:
             return logits
         return mpu.gather_from_model_parallel_region(logits, self.axis)[..., : self.vocab_size]

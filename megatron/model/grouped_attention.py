@@ -40,14 +40,14 @@ class GroupedSelfAttention(SelfAttention):
     def split_qkv(self, qkv: Tensor, angles: Rotation | None) -> tuple[Tensor, ...]:
         """Split [s, b, (n/t + 2 g) * d] into queries [b, n/t, s, d] and keys and values [b, g, s, d] in one buffer."""
         size = self.head_size
-        groups = self.kv_heads
-        if self.sharing_ranks.size > 1:
+        groups = self.kv_heads  # g, which is 1 if several ranks share a group
+        if self.sharing_ranks.size > 1:  # then this rank has projected only its share of the group's rows
             qkv = gather_shared_group(qkv, size, self.sharing_ranks)
-        if self.query_norm is not None and self.key_norm is not None:
+        if self.query_norm is not None and self.key_norm is not None:  # with --qk-norm; else both are None
             heads = view_by_group(qkv, groups, size)  # [s, b, g, queries + key + value, d]
             queries = self.query_norm(heads[..., :-2, :])
             keys = self.key_norm(heads[..., -2:-1, :])
             values = heads[..., -1:, :]
-            qkv = torch.cat([queries, keys, values], 3).flatten(2)
-        parts = (self.heads // groups, 1, 1)
+            qkv = torch.cat([queries, keys, values], 3).flatten(2)  # shape and order of rows are as before
+        parts = (self.heads // groups, 1, 1)  # heads in a group: its queries, a key and a value
         return split_grouped_heads(qkv, groups, size, parts, angles, unfused=self.unfused_split)

@@ -65,17 +65,18 @@ def split_grouped_heads(
     angles: rotary position embedding of the first two parts.
     unfused: use torch's own operations instead of `_SplitGrouped`; the results then need not share a buffer.
     """
-    if unfused or torch.compiler.is_compiling():  # torch.compile fuses these operations
+    # torch.compile fuses torch's own operations itself. --reference-ops rope asks for them by `unfused`.
+    if unfused or torch.compiler.is_compiling():
         views = _part_views(view_by_group(fused, groups, size), parts)
         rotated = []
-        for part, part_angles in zip(views, _angles_by_part(parts, angles), strict=True):
+        for part, part_angles in zip(views, _angles_by_part(angles), strict=True):
             rotated.append(rotate(part.flatten(2, 3), part_angles))
-        heads = tuple(rotated)
-    elif not torch.is_grad_enabled():
-        heads = _split_parts(view_by_group(fused, groups, size), parts, angles)
+        split_parts = tuple(rotated)
+    elif not torch.is_grad_enabled():  # no backward pass, so the forward pass of `_SplitGrouped` is enough
+        split_parts = _split_parts(view_by_group(fused, groups, size), parts, angles)
     else:
-        heads = _SplitGrouped.apply(fused, groups, size, parts, angles)  # type: ignore[no-untyped-call]
-    return tuple(part.permute(1, 2, 0, 3) for part in heads)
+        split_parts = _SplitGrouped.apply(fused, groups, size, parts, angles)  # type: ignore[no-untyped-call]
+    return tuple(part.permute(1, 2, 0, 3) for part in split_parts)  # [s, b, g * part, d] -> [b, g * part, s, d]
 
 
 def _split_parts(by_group: Tensor, parts: Parts, angles: Rotation | None) -> tuple[Tensor, ...]:
@@ -94,10 +95,10 @@ def _part_buffers(buffer: Tensor, views: list[Tensor]) -> Iterator[Tensor]:
     """
     sizes = list(map(Tensor.numel, views))
     for part_buffer, part in zip(torch.split(buffer, sizes), views, strict=True):
-        s, *middle, d = part.shape
+        s, b, groups, heads, d = part.shape
         if buffer.device.type == "cpu":
-            # Memory in the order [b, g, part, s, d], viewed as [s, b, g, part, d].
-            part_buffer = part_buffer.view(*middle, s, d).permute(3, 0, 1, 2, 4)
+            # In memory, the tokens of a head are adjacent: [b, g, part, s, d]. The view has the order of `part`.
+            part_buffer = part_buffer.view(b, groups, heads, s, d).permute(3, 0, 1, 2, 4)
         yield part_buffer.view(part.shape)
 
 
@@ -113,14 +114,14 @@ def _part_views(by_group: Tensor, parts: Parts) -> Iterator[Tensor]:
         yield by_group.narrow(3, begin, part)
 
 
-def _angles_by_part(parts: Parts, angles: Rotation | None) -> tuple[Rotation | None, ...]:
-    """Return the rotation of each part; None for a part that does not rotate."""
-    return (angles, angles, None)[: len(parts)]  # queries and keys rotate, values do not
+def _angles_by_part(angles: Rotation | None) -> tuple[Rotation | None, ...]:
+    """Return the rotations of queries, keys and values, of which values never rotate. None: no rotation."""
+    return angles, angles, None
 
 
 def _rotate_parts(by_group: Tensor, parts: Parts, angles: Rotation | None) -> Tensor:
     """Rotate the parts of [s, b, g, sum(parts), d] and write them one after another -> [s * b * g * sum(parts) * d]."""
-    views_and_angles = zip(_part_views(by_group, parts), _angles_by_part(parts, angles), strict=True)
+    views_and_angles = zip(_part_views(by_group, parts), _angles_by_part(angles), strict=True)
     return torch.cat([rotate(part, part_angles).flatten() for part, part_angles in views_and_angles])
 
 
@@ -128,7 +129,7 @@ def _rotate_parts_eagerly(by_group: Tensor, parts: Parts, angles: Rotation | Non
     """Do what `_rotate_parts` does, writing each rotated part straight into its place in the buffer."""
     views = list(_part_views(by_group, parts))
     buffer = by_group.new_empty(by_group.numel())
-    rotations = _angles_by_part(parts, angles)
+    rotations = _angles_by_part(angles)
     for part_buffer, part, rotation in zip(_part_buffers(buffer, views), views, rotations, strict=True):
         rotate_into(part_buffer, part, rotation)
     return buffer
@@ -140,12 +141,12 @@ def _join_grads(any_grad: Tensor, grads: Grads, shape: torch.Size, parts: Parts,
     any_grad: any of the gradients that is not None.
     """
     grads_back = []
-    for grad, part, rotation in zip(grads, parts, _angles_by_part(parts, angles), strict=True):
-        size = (*shape[:3], part, shape[4])
+    for grad, part, rotation in zip(grads, parts, _angles_by_part(angles), strict=True):
+        part_shape = (*shape[:3], part, shape[4])  # [s, b, g, part, d]
         if grad is None:
-            grads_back.append(any_grad.new_zeros(size))
+            grads_back.append(any_grad.new_zeros(part_shape))
         else:
-            grads_back.append(rotate(grad.view(size), rotation, inverse=True))
+            grads_back.append(rotate(grad.view(part_shape), rotation, inverse=True))
     return torch.cat(grads_back, 3)
 
 
@@ -157,7 +158,7 @@ def _join_grads_eagerly(
     `_part_views` yields these places, and `_angles_by_part` the rotation of each part.
     """
     joined = any_grad.new_empty(shape)
-    rotations = _angles_by_part(parts, angles)
+    rotations = _angles_by_part(angles)
     for grad, part_view, rotation in zip(grads, _part_views(joined, parts), rotations, strict=True):
         if grad is None:
             part_view.zero_()
@@ -191,6 +192,7 @@ class _SplitGrouped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        # It gives dtype and device to the zeros of a part without a gradient. None: no part has a gradient.
         any_grad = next((grad for grad in grads if grad is not None), None)
         if any_grad is None:
             return (None,) * 5  # one for each input of `forward`

@@ -20,7 +20,6 @@ def layer_lr_factors(model: nn.Module, config: ModelConfig, muon: str | None = N
     """
     if config.mup_base_hidden_size is None:
         return {}
-    layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
     muon_weights = muon_parameters(model) if muon else set()
     growth = _growth_of_mlps(model, config)
     default_growth = Growth(config.width_factor, config.width_factor)
@@ -31,14 +30,17 @@ def layer_lr_factors(model: nn.Module, config: ModelConfig, muon: str | None = N
         if muon and p in muon_weights:
             # The shape matters only for MLPs, and there gate and value, fused to one weight, have the same shape.
             return mup.muon_divisor(weight_growth, spec.matrices[0], muon)
-        if len(spec.local_shape) == 1:  # a vector
+        if len(spec.local_shape) == 1:  # a bias or the weight of a norm: its change is not summed over inputs
             return 1.0
-        return weight_growth.inputs  # Adam's updates of a matrix have one sign along many inputs
+        # Adam changes each element by about the learning rate. An output sums these changes, many of one sign, over its
+        # inputs.
+        return weight_growth.inputs
 
     factors = {}
-    for layer in layers:
-        for p in layer.parameters():
-            factors[p] = layer.branch_factor / divisor(p)
+    for layer in model.modules():
+        if isinstance(layer, TransformerLayer):
+            for p in layer.parameters():
+                factors[p] = layer.branch_factor / divisor(p)
     return factors
 
 

@@ -129,12 +129,14 @@ def cached_on(owner: Tensor, key: tuple[Any, ...], make: Callable[[], Found], ot
 
     Nothing is cached for tensors of `torch.inference_mode()`, whose changes in place cannot be noticed.
     """
-    # torch.compile fuses `make` into one kernel, so a cache is not needed.
-    if torch.compiler.is_compiling() or owner.is_inference() or (other is not None and other.is_inference()):
-        return make()
+    if torch.compiler.is_compiling():
+        return make()  # torch.compile fuses `make` into one kernel, so a cache is not needed
+    if owner.is_inference() or (other is not None and other.is_inference()):
+        return make()  # such tensors have no version counter
     cache: dict[Any, tuple[Tensor | None, Found]] = owner.__dict__.setdefault("_cached", {})
-    # The key contains the Python id of `other`. The cache keeps a reference to `other`, because a new tensor could
-    # otherwise get the same id. A reference to `owner` would be a cycle, because the cache is an attribute of `owner`.
+    # The key contains the Python id of `other`, and both version counters, which grow with each change in place. An
+    # entry refers to `other`, because a new tensor could otherwise get the same id. It must not refer to `owner`: the
+    # cache is an attribute of `owner`, so that would be a cycle.
     kept_other = None if other is owner else other
     other_version = 0 if kept_other is None else version_counter(kept_other)
     key = (*key, version_counter(owner), id(kept_other), other_version)
@@ -177,17 +179,20 @@ def mask_function(window: int | None, role: DocumentRole, context: mpu.Axis) -> 
     window: number of last tokens that a query sees, None for all. context: ranks that shard a sequence.
     """
 
+    # None: no restriction, because the ids are empty or serve only to restart positions.
     def documents(ids: Tensor) -> Documents | None:
         return document_scope(ids, causal=True) if role.restricts_attention else None
 
     if context.size > 1:
         from .context_attention import build_context_views
 
+        # Caches do not work with context parallelism, so the number of cached tokens is 0.
         return lambda ids, length, _: build_context_views(ids, length, window, documents(ids), context)
     if window is not None:
         from .window_masks import window_mask
 
         return lambda ids, length, num_cached: window_mask(ids, length, num_cached, window, documents(ids))
+    # Without documents the mask is None, and the attention kernel itself hides later tokens.
     return lambda ids, *_: documents(ids)
 
 

@@ -54,8 +54,8 @@ def can_group_matmuls(rows: Tensor, experts: Sequence[Expert]) -> bool:
     """
     if not rows.is_cuda or rows.dtype is not torch.bfloat16 or not hasattr(F, "grouped_mm"):
         return False
-    first = experts[0]
-    down = first.dense_4h_to_h
+    first = experts[0]  # all experts are built alike
+    down = first.dense_4h_to_h  # its weight is [h, width of this rank's part of the expert]
     if down.bias is not None or first.recomputes_activation:
         return False
     aligned = all(width % 8 == 0 for width in down.weight.shape)
@@ -82,11 +82,12 @@ class _GroupedMatmul(torch.autograd.Function):
         grad = grad.contiguous()
         rows_grad = None
         if mpu.needs_grad(ctx, 0):
-            rows_grad = F.grouped_mm(grad, torch.stack(weights), offs=ends)
-        needs_grad = [mpu.needs_grad(ctx, 2 + expert) for expert in range(len(weights))]  # after rows and ends
+            rows_grad = F.grouped_mm(grad, torch.stack(weights), offs=ends)  # [m, i]
+        # Inputs 0 and 1 of `forward` are rows and ends, so the weights are the inputs from 2 on.
+        needs_grad = [mpu.needs_grad(ctx, 2 + expert) for expert in range(len(weights))]
         if not any(needs_grad):
             return rows_grad, None, *[None] * len(weights)
-        weights_grad = F.grouped_mm(grad.t(), rows, offs=ends)
+        weights_grad = F.grouped_mm(grad.t(), rows, offs=ends)  # [experts, o, i], also if only some are needed
         if _skips_empty_sums(grad):
             idle = ends.diff(prepend=ends.new_zeros(1)) == 0  # experts without rows
             weights_grad.masked_fill_(idle.view(-1, 1, 1), 0.0)
@@ -188,8 +189,9 @@ class Mixture(nn.Module):
             experts, weights, loss = self.router(hidden, text)
         x = self._gather_tokens(hidden)  # each rank computes a part of every expert, for all tokens
         s, b, h = x.shape
-        experts = mpu.gather_from_sequence_parallel_region(experts, self.sequence).view(s * b, -1)  # have no gradient
-        weights = self._gather_tokens(weights).view(s * b, 1, -1)
+        # Numbers of experts have no gradient to sum over the ranks, so they need no `_gather_tokens`.
+        experts = mpu.gather_from_sequence_parallel_region(experts, self.sequence).view(s * b, -1)  # [n, k]
+        weights = self._gather_tokens(weights).view(s * b, 1, -1)  # [n, 1, k]
         rows = x.flatten(0, 1)
         outputs = dispatch_to_experts(rows, experts, self.num_experts, self._run_experts, self.expert_axis)
         with no_autocast:
@@ -198,7 +200,7 @@ class Mixture(nn.Module):
         if self.shared_expert is not None:
             shared = self.shared_expert(x)
             if self.shared_gate is not None:
-                gate = torch.sigmoid(F.linear(hidden, self.shared_gate))
+                gate = torch.sigmoid(F.linear(hidden, self.shared_gate))  # a factor for each token
                 shared = shared * self._gather_tokens(gate)
             output = output + shared
         # Sum the ranks' partial sums; with sequence parallelism, keep this rank's shard [s/t, b, h].
@@ -217,9 +219,10 @@ class Mixture(nn.Module):
             for expert, rows_of_expert in zip(experts, parts, strict=True):
                 outputs.append(expert(rows_of_expert))
             return torch.cat(outputs)
-        ends = counts.cumsum(0, dtype=torch.int32)  # where each expert's rows end
+        ends = counts.cumsum(0, dtype=torch.int32)  # counts (3, 0, 2) give (3, 3, 5)
         up_weights = [expert.dense_h_to_4h.weight for expert in experts]
         down_weights = [expert.dense_4h_to_h.weight for expert in experts]
+        # All experts have the same activation function, which works row by row.
         active = experts[0].activation(_grouped_matmul(rows, up_weights, ends))
         return _grouped_matmul(active, down_weights, ends)
 

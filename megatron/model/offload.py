@@ -119,10 +119,11 @@ class LayerActivations:
 
     def begin_backward(self) -> None:
         """Start copying back this layer's activations and then those of the layer before it, whose turn comes next."""
-        if self.in_backward:
+        if self.in_backward:  # each restored tensor calls this; the first one has started the copies
             return
         self.in_backward = True
         self.fetch()
+        # None if this layer was the first to offload, or if the activations of the layer before it have been freed.
         previous = self.previous() if self.previous else None
         if previous is not None and not previous.in_backward:
             previous.fetch()

@@ -22,6 +22,8 @@ def sizes_of_parameters(model: Any, among: Collection[nn.Parameter] | None = Non
     for name, p in global_parameters(model):
         if among is None or p in among:
             sizes[name] = math.prod(mpu.spec_of(p).full_shape)
+    # First add the weights of the other stages, then the other experts of all stages. Names are global, so a tied
+    # weight, which several stages hold, stays one entry.
     for axis in (mesh.pipe, mesh.expert):
         if axis.group is not None:
             sizes_by_rank: list[Any] = [None] * axis.size

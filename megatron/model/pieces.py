@@ -96,10 +96,11 @@ def _build_document_pieces(documents: Documents) -> Pieces | None:
         key_spans = query_spans if given_key_ids is None else document_spans(given_key_ids[row])
         if query_spans is None or key_spans is None:
             return None  # a document is split
-        padding_begin, padding_end = key_spans.get(0, (length, length))
+        padding_begin, padding_end = key_spans.get(0, (length, length))  # without padding, an empty span at the end
         if padding_end < length:
             return None  # text follows the padding
-        # Queries whose document has no keys see all text, or all keys of a row of padding only.
+        # Queries whose document has no keys see all text. In a row of padding only, padding_begin is 0, and they see
+        # all keys.
         text_span = (0, padding_begin or length)
         seen_spans = [key_spans.get(document_id, text_span) for document_id in query_spans]
         each_key_once = each_key_once and _cover_once(seen_spans, length)
@@ -156,7 +157,8 @@ def _pieces_of_slices(views: ContextViews, row: slice, documents: list[tuple[int
     """
     finished: list[Piece] = []
     for slice_index, (begin, end) in enumerate(views.slices):
-        # Add this to a token's index in the sequence to get its index among this rank's tokens.
+        # Add this to a token's index in the sequence to get its index among this rank's tokens. For example, this rank
+        # holds the slices (0, 4) and (12, 16). In the second one, the offset is 4 - 12: token 13 is its token 5.
         query_offset = slice_index * views.slice_length - begin
         mergeable = []
         for document_begin, document_end in documents:
@@ -166,7 +168,7 @@ def _pieces_of_slices(views: ContextViews, row: slice, documents: list[tuple[int
             piece = Piece(row, slice(keys.start + query_offset, keys.stop + query_offset), keys, causal=True)
             if document_begin >= begin:
                 mergeable.append(piece)
-            else:  # the document begins before the slice
+            else:  # the document begins before the slice; its queries here also see all its keys before the slice
                 finished.append(piece)
                 finished.append(Piece(row, piece.queries, slice(document_begin, begin), adds_to_earlier=True))
         finished += merge_short(mergeable, views.ids, views.ids, query_offset)
@@ -181,17 +183,19 @@ def merge_short(documents: Sequence[Piece], query_ids: Tensor, key_ids: Tensor, 
     index in `query_ids` to get its index among the queries.
     """
     pieces: list[Piece] = []
-    merged_indices: set[int] = set()  # of pieces of several documents, which get masks below, once they are complete
+    merged_indices: set[int] = set()  # indices of the pieces that hold several documents
     for piece in documents:
-        if pieces and piece.keys.start == pieces[-1].keys.stop:
-            queries = slice(pieces[-1].queries.start, piece.queries.stop)
-            keys = slice(pieces[-1].keys.start, piece.keys.stop)
+        if pieces and piece.keys.start == pieces[-1].keys.stop:  # its keys follow those of the last piece
+            last = pieces[-1]
+            queries = slice(last.queries.start, piece.queries.stop)
+            keys = slice(last.keys.start, piece.keys.stop)
             if (queries.stop - queries.start) * (keys.stop - keys.start) <= MERGED_SIZE * MERGED_SIZE:
                 merged_indices.add(len(pieces) - 1)
                 pieces[-1] = piece._replace(queries=queries, keys=keys)
                 continue
         pieces.append(piece)
 
+    # Now that no piece grows any more, build the masks that separate the documents of a merged piece.
     for i in merged_indices:
         piece = pieces[i]
         row = piece.row.start
@@ -206,6 +210,8 @@ def merge_short(documents: Sequence[Piece], query_ids: Tensor, key_ids: Tensor, 
 
 def document_spans(ids: Tensor) -> dict[int, tuple[int, int]] | None:
     """Return {document id: (begin, end) of its tokens} for ids [s] of one row; None if an id has several ranges."""
+    # Ids [1, 1, 2, 0] have the bounds [0, 2, 3, 4] and give {1: (0, 2), 2: (2, 3), 0: (3, 4)}. For ids [1, 2, 1], the
+    # dict would have only 2 of the 3 ranges.
     values, counts = torch.unique_consecutive(ids, return_counts=True)
     bounds = [0, *counts.cumsum(0).tolist()]
     spans = dict(zip(values.tolist(), pairwise(bounds), strict=True))

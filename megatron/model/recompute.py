@@ -53,7 +53,7 @@ class Recipe:
             self._uses_left = self._uses
         result = self._result
         self._uses_left -= 1
-        if not self._uses_left:
+        if not self._uses_left:  # the last view has it now, so free it
             self._result = None
         return result
 
@@ -73,16 +73,16 @@ def save_recipe_for(*results: tuple[Recipe | None, Tensor | None]) -> Iterator[N
 
     results: pairs (recipe, tensor). If the recipe is None, autograd saves the tensor itself.
     """
-    recipes = {}  # address of the memory of a tensor, which its views share -> recipe
+    recipe_by_address = {}  # views of a tensor have the same address of memory, and so the same recipe
     for recipe, tensor in results:
         if recipe and tensor is not None:
-            recipes[tensor.untyped_storage().data_ptr()] = recipe
-    if not recipes:
+            recipe_by_address[tensor.untyped_storage().data_ptr()] = recipe
+    if not recipe_by_address:  # autograd saves tensors as usual
         yield
         return
 
     def pack(tensor: Tensor) -> Any:
-        recipe = recipes.get(tensor.untyped_storage().data_ptr())
+        recipe = recipe_by_address.get(tensor.untyped_storage().data_ptr())
         if recipe:
             return recipe.register_view(tensor)
         # An operation's own output would refer to the operation, and such a cycle is not always freed.

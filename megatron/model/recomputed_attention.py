@@ -28,6 +28,7 @@ def _project(
     out, _ = projection(x)  # the bias, if any, is already added
     if not needs_recipe:
         return out, None
+    # Without `recipe`, autograd saves x. With it, the backward pass first recomputes x, then the projection of x.
     return out, Recipe(lambda source: projection(source)[0], recipe or x)
 
 
@@ -46,17 +47,19 @@ def recomputed_self_attention(attention_class: type[SelfAttention]) -> type[Self
             recipe: Recipe | None = None,
         ) -> tuple[Tensor, Tensor | None]:
             """Apply self-attention to [s, b, h]. recipe: how to recompute `hidden`; None if it is saved."""
-            qkv, qkv_recipe = _project(self.query_key_value, hidden, recipe, self.recomputes_qkv)
-            with save_recipe_for((qkv_recipe, qkv)):
-                query, key, value = self.split_qkv(qkv, angles)
-            has_own_buffer = query.untyped_storage().data_ptr() != qkv.untyped_storage().data_ptr()
-            # Grouped heads are copied from qkv to one buffer, so a recipe for the query's buffer recomputes all three.
-            if qkv_recipe is not None and has_own_buffer:
-                qkv_recipe = Recipe(lambda source: self.split_qkv(source, angles)[0], qkv_recipe)
-                qkv = query
+            # buffer: the memory that query, key and value share, and that the backward pass recomputes as a whole.
+            buffer, buffer_recipe = _project(self.query_key_value, hidden, recipe, self.recomputes_qkv)
+            with save_recipe_for((buffer_recipe, buffer)):
+                query, key, value = self.split_qkv(buffer, angles)
+            is_copied = query.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr()
+            # Plain heads are views of the projection. Grouped heads are copied from it to one new buffer: the recipe of
+            # the query's memory recomputes this buffer, and with it all three.
+            if buffer_recipe is not None and is_copied:
+                buffer_recipe = Recipe(lambda source: self.split_qkv(source, angles)[0], buffer_recipe)
+                buffer = query
             if cache is not None:
                 key, value = cache.extend(key, value)
-            with save_recipe_for((qkv_recipe, qkv)):
+            with save_recipe_for((buffer_recipe, buffer)):
                 context = self.attend(query, key, value, mask, bias)
             return self.dense(context)  # type: ignore[no-any-return]
 

@@ -21,7 +21,9 @@ def run_in_groups(
     while begin < len(steps):
         end = _end_of_group(steps, begin, max_layers)
         run_group = partial(run, steps[begin:end])
-        if end > begin + 1 or steps[begin][0].repeated:  # else a single layer, such as an embedding, is not recomputed
+        # A single layer that is not repeated, such as an embedding, is not recomputed.
+        is_recomputed = end > begin + 1 or steps[begin][0].repeated
+        if is_recomputed:
             inputs = mpu.checkpoint(run_group, inputs, rng=rng)
         else:
             inputs = run_group(inputs)
@@ -31,11 +33,12 @@ def run_in_groups(
 
 def _end_of_group(steps: Steps, begin: int, max_layers: int) -> int:
     """Return the end of the recomputed group that starts at step `begin` and has <= `max_layers` repeated layers."""
+    # With max_layers 2, the steps prelude, layer, prelude, layer, prelude, layer have groups of 4 and of 2 steps.
     end = begin
-    count = 0
+    num_repeated = 0
     for layer, _ in steps[begin:]:
-        if count == max_layers or not (layer.repeated or layer.prelude):
+        if num_repeated == max_layers or not (layer.repeated or layer.prelude):
             break
-        count += layer.repeated  # preludes do not count
+        num_repeated += layer.repeated  # True counts as 1; a prelude, which is not repeated, does not count
         end += 1
     return max(end, begin + 1)  # a layer that is neither repeated nor a prelude is a group of its own

@@ -20,17 +20,19 @@ def distance_buckets(distance: Tensor, num_buckets: int, max_distance: int, caus
     Half of a direction's buckets hold one distance each. Its other buckets widen logarithmically up to `max_distance`.
     """
     direction_offset = torch.zeros_like(distance)
-    if not causal:
-        num_buckets //= 2
+    if causal:
+        distance = (-distance).clamp(min=0)  # how far the key lies in the past
+    else:
+        num_buckets //= 2  # from here on those of one direction
         direction_offset = (distance > 0).long() * num_buckets
         distance = distance.abs()
-    else:
-        distance = (-distance).clamp(min=0)
-    exact = num_buckets // 2  # number of buckets for one distance each
-    log_distance = torch.log(distance.clamp(min=1).float() / exact)  # log(0) would be minus infinity
-    # From `exact` for the distance `exact` to num_buckets for `max_distance`.
-    log_bucket = exact + (log_distance / math.log(max_distance / exact) * (num_buckets - exact)).long()
-    return direction_offset + torch.where(distance < exact, distance, log_bucket.clamp(max=num_buckets - 1))
+    # For example, of 32 causal buckets with max_distance 128, buckets 0 to 15 hold the distances 0 to 15. Distances
+    # from 16 to 127 share the buckets 16 to 31, and all larger ones are in bucket 31.
+    num_exact = num_buckets // 2
+    log_distance = torch.log(distance.clamp(min=1).float() / num_exact)  # log(0) would be minus infinity
+    # It rises from num_exact for the distance num_exact to num_buckets for max_distance.
+    log_bucket = num_exact + (log_distance / math.log(max_distance / num_exact) * (num_buckets - num_exact)).long()
+    return direction_offset + torch.where(distance < num_exact, distance, log_bucket.clamp(max=num_buckets - 1))
 
 
 class RelativePositions(nn.Module):
@@ -70,8 +72,9 @@ def position_bias(table: Tensor, queries: int, keys: int, config: ModelConfig, c
         distance = key_positions - key_positions[keys - queries :].unsqueeze(1)  # [q, k]
         buckets = distance_buckets(distance, num_buckets, max_distance, causal)
         return F.embedding(buckets, wide_table).to(table.dtype).permute(2, 0, 1).unsqueeze(0)
-    # Look up all distances once, as one row. Each query's bias is a window of this row, and the window of the next
-    # query begins one element further left. So window 0 is that of the last query, and flip() reverses their order.
+    # Look up all distances once, as one row. Each query's bias is a window of this row. For example, the last 2 of 3
+    # positions have the row of distances [-2, -1, 0, 1]. The first query's window is [-1, 0, 1], the second one's
+    # [-2, -1, 0]. unfold() returns windows from left to right, so the last query is first, and flip() reverses this.
     distance = torch.arange(1 - keys, queries, device=table.device)  # smallest: from the last query to the first key
     buckets = distance_buckets(distance, num_buckets, max_distance, causal)
     bias_by_distance = F.embedding(buckets, wide_table).t().contiguous()  # [n/t, q + k - 1]

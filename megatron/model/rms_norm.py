@@ -50,8 +50,9 @@ class _RMSNorm(torch.autograd.Function):
         if mpu.needs_grad(ctx, 1):  # input 1 is the weight
             weight_grad = (grad * normalised).flatten(0, -2).sum(0).to(weight.dtype)
         if mpu.needs_grad(ctx, 0):
-            normalised_grad = grad * weight.to(factor.dtype)
-            # With mean square fixed, x_grad = factor * (g - normalised * mean(g * normalised)).
+            normalised_grad = grad * weight.to(factor.dtype)  # g
+            # x_grad = factor * (g - normalised * mean(g * normalised)). The second term is the part of the gradient
+            # that flows through the mean square.
             projection = torch.linalg.vecdot(normalised_grad, normalised).unsqueeze(-1) / x.shape[-1]
             x_grad = normalised_grad.addcmul_(normalised, projection, value=-1).mul_(factor).to(x.dtype)
         return x_grad, weight_grad, None

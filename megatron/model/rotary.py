@@ -33,28 +33,29 @@ def inverse_frequencies(m: ModelConfig, device: torch.device) -> Tensor:
     if m.rope_scaling == "linear":  # position interpolation (Chen et al. 2023)
         return inv_freq / m.rope_scaling_factor
     if m.rope_scaling == "llama3":
-        return _llama3(m, inv_freq)
-    return _yarn(m, inv_freq) if m.rope_scaling == "yarn" else inv_freq
+        return _scale_by_llama3(m, inv_freq)
+    if m.rope_scaling == "yarn":
+        return _scale_by_yarn(m, inv_freq)
+    return inv_freq
 
 
-def _llama3(m: ModelConfig, inv_freq: Tensor) -> Tensor:
+def _scale_by_llama3(m: ModelConfig, inv_freq: Tensor) -> Tensor:
     """Scale `inv_freq` [r/2], the angle per position of each pair, as Llama 3.1 does (Grattafiori et al. 2024).
 
     Pairs of long wavelength are interpolated, pairs of short wavelength are unchanged, and pairs between are blended.
     """
-    length = m.rope_original_length or 0
+    length = m.rope_original_length or 0  # never 0: llama3 requires the setting, as the type checker cannot know
     low = m.rope_low_freq_factor
     high = m.rope_high_freq_factor
-    wavelength = 2 * math.pi / inv_freq
-    # Share 0: a pair makes at most `low` turns (length / wavelength) in the original context. Share 1: `high` or more.
-    unscaled_share = ((length / wavelength - low) / (high - low)).clamp(0, 1)
-    blended = (1 - unscaled_share) * inv_freq / m.rope_scaling_factor + unscaled_share * inv_freq
-    interpolated = torch.where(wavelength > length / low, inv_freq / m.rope_scaling_factor, inv_freq)
-    # Only the pairs between are blended, as in Hugging Face. The angles of all others are exactly divided or unchanged.
-    return torch.where((unscaled_share > 0) & (unscaled_share < 1), blended, interpolated)
+    wavelength = 2 * math.pi / inv_freq  # in tokens
+    turns = length / wavelength  # of each pair, within the original context
+    # 0 for pairs that make at most `low` turns: interpolated. 1 for pairs that make at least `high` turns: unchanged.
+    unscaled_share = ((turns - low) / (high - low)).clamp(0, 1)
+    # For the shares 0 and 1, one summand is exactly 0, so the result has no rounding error of a blend.
+    return (1 - unscaled_share) * inv_freq / m.rope_scaling_factor + unscaled_share * inv_freq
 
 
-def _yarn(m: ModelConfig, inv_freq: Tensor) -> Tensor:
+def _scale_by_yarn(m: ModelConfig, inv_freq: Tensor) -> Tensor:
     """Scale `inv_freq` [r/2], the angle per position of each pair, by YaRN (Peng et al. 2023).
 
     Pairs that rotate often within the original context length are unchanged, pairs that rotate rarely are interpolated,
@@ -67,9 +68,11 @@ def _yarn(m: ModelConfig, inv_freq: Tensor) -> Tensor:
         # Solves rotations = length / (2 pi theta^(2 pair / r)) for the number of the pair.
         return r * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(m.rope_theta))
 
+    # Pairs rotate more slowly the higher their number. Those before `first` rotate more than rope_beta_fast times and
+    # are unchanged. Those after `last` rotate less than rope_beta_slow times and are interpolated.
     first = max(math.floor(pair_rotating(m.rope_beta_fast)), 0)
-    last = min(math.ceil(pair_rotating(m.rope_beta_slow)), r - 1)  # not r/2 - 1, as in Hugging Face
-    width = last - first or 0.001  # 0.001 avoids a division by zero if the ramp is empty
+    last = min(math.ceil(pair_rotating(m.rope_beta_slow)), r - 1)  # Hugging Face has the same limit, not r/2 - 1
+    width = last - first or 0.001  # if first = last, 0.001 avoids a division by zero
     pairs = torch.arange(r // 2, dtype=torch.float32, device=inv_freq.device)
     ramp = (pairs - first) / width
     unscaled_share = 1 - ramp.clamp(0, 1)
@@ -100,7 +103,7 @@ def compute_rotation(
     All layers with the same settings and the same `document_ids` share the result.
     """
 
-    def make() -> tuple[Tensor, Tensor]:
+    def make() -> Rotation:
         if restart_positions and document_ids.numel():
             position = positions_in_documents(document_ids).t()  # [s, b]
         else:
@@ -110,14 +113,14 @@ def compute_rotation(
         # [s, b or 1, 1, r/2], where the 1 stands for all heads
         angle = position[..., None, None].float() * inverse_frequencies(m, document_ids.device)
         factor = attention_factor(m)
-        return angle.cos() * factor, angle.sin() * factor
+        return Rotation(angle.cos() * factor, angle.sin() * factor)
 
     # The cache key contains these settings because two models may receive the same ids: a teacher and its student, or
     # a model and the draft model of speculative decoding.
     angles = m.rotary_size, *[getattr(m, name) for name in ANGLE_SETTINGS]
     shard = None if context is None else (context.rank, context.size)
     key = "rotation", length, num_cached, restart_positions, shard, angles
-    return Rotation(*cached_on(document_ids, key, make))
+    return cached_on(document_ids, key, make)
 
 
 def rotate(x: Tensor, angles: Rotation | None, inverse: bool = False) -> Tensor:
@@ -128,8 +131,10 @@ def rotate(x: Tensor, angles: Rotation | None, inverse: bool = False) -> Tensor:
     if angles is None:
         return x
     cos, sin = _match_dims(angles, x)
-    half = cos.shape[-1]
-    sin = -sin if inverse else sin
+    if inverse:
+        sin = -sin  # the cosine of the opposite angle is the same
+    half = cos.shape[-1]  # r/2
+    # Elements i and i + r/2 form a pair, and the elements from r on are not rotated.
     first, second, rest = x.tensor_split((half, 2 * half), -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
 

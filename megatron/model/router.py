@@ -71,6 +71,7 @@ class Router(nn.Module):
         config = self.config
         x = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
         if self.training and config.router_jitter:
+            # Multiply each input by a random number between 1 - jitter and 1 + jitter.
             with self.stream.rng.fork(self.stream.name, x.device, self.stream.split):
                 x = x * (1 + config.router_jitter * (2 * torch.rand_like(x) - 1))
         logits = F.linear(x, self.weight.to(x.dtype))
@@ -86,7 +87,7 @@ class Router(nn.Module):
         if config.normalize_expert_weights:
             weights = _normalize(weights)
         if not self.training:
-            return RouterOutput(experts, weights, logits.new_zeros(1))
+            return RouterOutput(experts, weights, logits.new_zeros(1))  # evaluation neither counts nor balances
         if not self.stream.rng.recomputing:  # the first forward pass has counted these tokens
             self.step_tokens += self._count_tokens(experts, text)
         return RouterOutput(experts, weights, self._balancing_loss(logits, scores, text))
@@ -94,8 +95,9 @@ class Router(nn.Module):
     def _count_tokens(self, experts: Tensor, text: Text | None) -> Tensor:
         """Return int64 [e], the number of text tokens that each expert gets by `experts` [s, b, k]."""
         num_experts = len(self.step_tokens)
+        # Padding gets the number `num_experts`, which no expert has and whose count is left out.
         if text is not None:
-            experts = experts.masked_fill(~text.mask.unsqueeze(-1), num_experts)  # a number that no expert has
+            experts = experts.masked_fill(~text.mask.unsqueeze(-1), num_experts)
         return count_numbers(experts.flatten(), num_experts + 1)[:num_experts]
 
     def _balancing_loss(self, logits: Tensor, scores: Tensor, text: Text | None) -> Tensor:
@@ -154,7 +156,8 @@ def update_routers(model: nn.Module, applied: bool | Tensor = True) -> None:
     if not routers:
         return
     step_tokens = [router.step_tokens for router in routers]
-    step_counts = torch.cat(step_tokens)
+    step_counts = torch.cat(step_tokens)  # of all routers, so that one all-reduce per axis is enough
+    # With sequence parallelism, model-parallel ranks also hold different tokens; otherwise `sequence` has size 1.
     for axis in (mpu.get_mesh().data, routers[0].sequence):
         if axis.size > 1:
             dist.all_reduce(step_counts, group=axis.group)

@@ -30,9 +30,10 @@ def run_mixture(layer: TransformerLayer, x: Tensor, routing: RoutingState | None
     if routing is None:
         raise ValueError("a layer with experts needs `routing`, which takes the loss of its router")
     output, bias, loss = layer.mlp(x, routing.text)
-    # 0 except for the layer's own stack
+    # [n], 0 except for the layer's own stack: of 2 stacks, a layer of stack 1 gives [0, loss].
     loss_by_stack = F.pad(loss, (layer.stack_index, layer.num_stacks - 1 - layer.stack_index))
-    # The list changes in place, because the layer that made `routing` returns this list.
+    # Add the losses of earlier layers, if any: the list has one tensor or none. It changes in place, because the layer
+    # that made `routing` returns this list.
     routing.losses[:] = [torch.stack([*routing.losses, loss_by_stack]).sum(0)]
     return output, bias
 
@@ -49,7 +50,9 @@ def with_router_loss(layers: Sequence[Layer]) -> list[Layer]:
         after_experts = after_experts or layer.routes
         if after_experts:
             outputs = list(layer.outputs)
-            position = len(outputs) - (outputs[-1] == "table")
+            position = len(outputs)
+            if outputs[-1] == "table":
+                position -= 1
             outputs.insert(position, "router_loss")
             # Transformer layers return the loss themselves; the word embedding returns only the logits.
             call = _logits_and_loss if "logits" in outputs else layer.call

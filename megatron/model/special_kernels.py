@@ -28,7 +28,7 @@ def attend_in_fp32(call: AttentionArgs) -> Tensor:
     """Attend in fp32 and round the result, on CPUs that emulate 16-bit matmuls -> [b, n, q, d]."""
     bias = None if call.bias is None else call.bias.float()
     fp32_call = call._replace(query=call.query.float(), key=call.key.float(), value=call.value.float(), bias=bias)
-    kernel = choose_kernel(fp32_call)
+    kernel = choose_kernel(fp32_call)  # the one that would compute a call in fp32, which is not emulated
     return kernel(fp32_call).to(call.query.dtype)
 
 
@@ -48,7 +48,7 @@ def slice_by_slice(call: AttentionArgs) -> Tensor:
     views = call.views
     assert views is not None
     outputs = []
-    key, value = gather_keys_and_values(call.key, call.value, views.axis)
+    key, value = gather_keys_and_values(call.key, call.value, views.axis)  # [b, g, s, d] of the whole sequence
     for slice_index, query_slice in enumerate(torch.split(call.query, views.slice_length, 2)):
         begin, end = views.key_range(slice_index)
         keys = key[:, :, begin:end]
@@ -64,6 +64,7 @@ def slice_by_slice(call: AttentionArgs) -> Tensor:
             keys, values = repeat_heads(query_slice, keys, values)
             result = F.scaled_dot_product_attention(query_slice, keys, values, attn_mask=causal, scale=call.scale)
         else:
+            # With a plain mask in place of `views`, the slice is an ordinary call, for which `attend` finds a kernel.
             mask = views.mask(slice_index)
             result = attend(call._replace(query=query_slice, key=keys, value=values, mask=mask, draw_index=slice_index))
         outputs.append(result)
@@ -80,6 +81,7 @@ def attend_in_blocks(call: AttentionArgs) -> Tensor:
     """Attend on a CPU, recomputing the probabilities in the backward pass -> [b, n, q, d]."""
     from .block_attention import block_attention
 
+    # scope: the pieces, which hide later keys themselves; or else a bool mask or None, and whether to hide later keys.
     scope: Any = call.pieces
     causal = False
     if call.pieces is None:

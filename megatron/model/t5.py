@@ -43,11 +43,11 @@ def embed_encoder(embedding: WordEmbedding, inputs: Tensors) -> Tensors:
 
     Raises ValueError if only one of encoder and decoder has document ids.
     """
-    tokens, *rest = inputs
-    encoder_ids, decoder_ids = rest[1:]  # rest[0] are the decoder tokens
+    tokens, decoder_tokens, encoder_ids, decoder_ids = inputs
+    # Ids may be empty. Cross-attention compares the ids of decoder tokens with those of encoder tokens.
     if bool(encoder_ids.numel()) != bool(decoder_ids.numel()):
         raise ValueError("give the document ids of both encoder and decoder tokens, or of neither")
-    return embedding.word_embeddings(tokens.t()), *rest
+    return embedding.word_embeddings(tokens.t()), decoder_tokens, encoder_ids, decoder_ids
 
 
 def embed_decoder(embedding: WordEmbedding, inputs: Tensors) -> Tensors:
@@ -88,16 +88,16 @@ class StackStart(ModelStart):
 
 
 def _losses_and_bias(
-    rest: Sequence[Tensor], config: ModelConfig, queries: int, keys: int, causal: bool
+    optional_inputs: Sequence[Tensor], config: ModelConfig, queries: int, keys: int, causal: bool
 ) -> tuple[list[Tensor], Tensor | None]:
     """Return the routers' loss (a list with one or no tensor) and the attention's bias, from a block's optional inputs.
 
     The bias is computed from the table of relative positions. queries, keys: their numbers.
     """
-    losses = list(rest)
+    losses = list(optional_inputs)
     if config.position_embedding != "relative":
         return losses, None
-    table = losses.pop()
+    table = losses.pop()  # the table is the last input; what remains is the loss, if an earlier layer has experts
     return losses, position_bias(table, queries, keys, config, causal)
 
 
@@ -189,6 +189,7 @@ def t5_layers(config: Config, vocab_size: int) -> list[Layer]:
 
     def start(stack: str, outputs: tuple[str, ...]) -> Layer:
         name = f"{stack}.start"
+        # Inputs and outputs of a start are the same tensors in the same order.
         ids_index = outputs.index(f"{stack}_document_ids")
         args = m, config.positions, name, ids_index, config.data.reset_position_ids
         return Layer(name, StackStart, args, outputs=outputs)

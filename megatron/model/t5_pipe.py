@@ -24,6 +24,8 @@ class T5ModelPipe(LayerStackPipe):
         vocab_size = vocab_size_of(config)
         b = config.train.batch_size
         d = config.data
+        # tds measures the layers on this example with --partition-method measured. Values do not matter, and a missing
+        # decoder length is guessed. Decoder tokens are int32, because they cross all stages of the encoder.
         encoder = torch.zeros(b, d.enc_seq_length or d.seq_length).long()
         decoder = torch.zeros(b, d.dec_seq_length or d.seq_length // 4).int()
         ids = no_documents(encoder.device)

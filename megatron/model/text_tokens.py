@@ -33,8 +33,8 @@ def text_tokens(document_ids: Tensor, sequence: mpu.Axis, context: mpu.Axis) -> 
         return None
 
     def make() -> Text:
-        is_text = document_ids != 0
-        local_text = mpu.shard_sequence(is_text.t(), 0, context)
+        is_text = document_ids != 0  # [b, s]
+        local_text = mpu.shard_sequence(is_text.t(), 0, context)  # [s/c, b] on each of c context ranks
         # Losses are averaged over the context ranks, so each rank divides by its share of the tokens.
         total = is_text.sum(dtype=torch.float64) / context.size
         return Text(mpu.local_shard(local_text, 0, sequence), total)

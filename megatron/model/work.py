@@ -13,23 +13,24 @@ def mlp_work(m: ModelConfig, layer: int) -> int:
     Those of a mixture are of the router, of a token's experts, of the shared experts and of their gate.
     """
     matrices = 3 if m.is_gated else 2  # gate, value and output, or only the last two
-    width = m.ff_size
     if not m.has_experts(layer):
-        return m.hidden_size * width * matrices
-    width = m.expert_ff_size * (m.experts_per_token + m.num_shared_experts)
-    return m.hidden_size * (width * matrices + (m.num_experts or 0) + m.shared_expert_gate)
+        return m.hidden_size * m.ff_size * matrices
+    width = m.expert_ff_size * (m.experts_per_token + m.num_shared_experts)  # of the experts that a token uses
+    # The router has an output for each expert. The gate, if there is one, has one output (True counts as 1).
+    router_and_gate = (m.num_experts or 0) + m.shared_expert_gate
+    return m.hidden_size * (width * matrices + router_and_gate)
 
 
 def idle_weights(m: ModelConfig) -> int:
     """Return the number of parameters of a decoder-only model's experts to which a given token is not sent."""
     if m.num_experts is None:
         return 0
-    layers = sum(map(m.has_experts, range(m.num_layers)))
+    layers_with_experts = sum(map(m.has_experts, range(m.num_layers)))
     idle_experts = m.num_experts - m.experts_per_token
     up_width = m.expert_ff_size * (2 if m.is_gated else 1)  # gate and value
     matrices = m.hidden_size * (up_width + m.expert_ff_size)
     biases = (up_width + m.hidden_size) * m.hidden_bias  # 0 without --hidden-bias
-    return layers * idle_experts * (matrices + biases)
+    return layers_with_experts * idle_experts * (matrices + biases)
 
 
 def block_work(m: ModelConfig, tokens: int, layer: int, encoded: int = 0) -> int:
@@ -37,14 +38,15 @@ def block_work(m: ModelConfig, tokens: int, layer: int, encoded: int = 0) -> int
 
     encoded: number of encoder tokens to which a decoder layer cross-attends.
     """
-    inner = m.num_attention_heads * m.head_size
-    projection = m.hidden_size * inner
+    all_heads = m.num_attention_heads * m.head_size
+    projection = m.hidden_size * all_heads  # of one token, like mlp and keys_and_values
     mlp = mlp_work(m, layer)
     keys_and_values = 2 * m.hidden_size * m.key_value_heads * m.head_size
-    # Projections of queries and output, then the two matmuls of attention.
-    work = tokens * (2 * projection + keys_and_values + mlp) + 2 * tokens * tokens * inner
-    if encoded:  # cross-attention
-        work += 2 * (tokens + encoded) * projection + 2 * tokens * encoded * inner
+    # Queries and output have a projection each. Attention has two matmuls: scores, and probabilities times values.
+    work = tokens * (2 * projection + keys_and_values + mlp) + 2 * tokens * tokens * all_heads
+    if encoded:
+        # Cross-attention projects each token to a query and an output, each encoder token to a key and a value.
+        work += 2 * (tokens + encoded) * projection + 2 * tokens * encoded * all_heads
     return work
 
 
@@ -84,7 +86,7 @@ def flops_per_token(parameters: int, config: Config, encoder: int, decoder: int 
     tokens pass through all other matmuls.
     """
     m = config.model
-    if not decoder:
+    if not decoder:  # a decoder-only model, whose tokens are `encoder`
         inner = m.num_attention_heads * m.head_size
         looked_up = config.positions if m.position_embedding == "learned" else 0
         # An untied word embedding is only looked up. A tied one also computes the logits.
@@ -92,6 +94,7 @@ def flops_per_token(parameters: int, config: Config, encoder: int, decoder: int 
             looked_up += m.vocab_size or 0
         multiplied = parameters - looked_up * m.hidden_size - idle_weights(m)
         return 6.0 * multiplied + 12.0 * m.num_layers * inner * encoder
+    # T5: multiply-adds of the forward pass over one sample.
     blocks = sum(block_work(m, encoder, i) for i in range(m.num_layers))
     blocks += sum(block_work(m, decoder, i, encoder) for i in range(m.decoder_layers))
     logits = decoder * m.hidden_size * (m.vocab_size or 0)

@@ -95,7 +95,7 @@ def initialize_model_parallel(
     """
     world_size = dist.get_world_size()
     stages = max(pipe_parallel_size, 1)
-    replica_ranks = model_parallel_size * stages
+    replica_ranks = model_parallel_size * stages  # ranks that together hold one copy of the model
     if world_size % (replica_ranks * context_parallel_size):
         context = ""
         if context_parallel_size > 1:
@@ -104,7 +104,7 @@ def initialize_model_parallel(
             f"{world_size} ranks do not form a grid: the model-parallel size {model_parallel_size} times the "
             f"pipeline-parallel size {stages}{context} must divide the number of ranks"
         )
-    data_size = world_size // replica_ranks
+    data_size = world_size // replica_ranks  # includes context-parallel ranks, which hold copies of the weights, too
     topology = Topology(stages, data_size, model_parallel_size, context_parallel_size, expert_parallel_size)
     mesh = Mesh.build(topology)
     _current.set_context(_current.make_context(mesh, options, seed))

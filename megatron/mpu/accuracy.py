@@ -33,6 +33,8 @@ def vocab_parallel_right(
         own_max = real_logits.amax(-1)
         own_best[0] = torch.where(own_max.isnan(), torch.inf, own_max)
         own_best[1] = torch.where(is_local & ~target_logit.isnan(), target_logit, -torch.inf)
+    # One all-reduce gives both rows. Only one rank has more than minus infinity in row 1, so the MAX is the target's
+    # logit. `logits` is passed to check that the ranks hold shards.
     max_logit, target_logits = max_over_ranks(own_best, logits.reshape(-1, shard_size), axis)
     is_correct: Tensor = target_logits == max_logit
     return is_correct

@@ -18,11 +18,11 @@ def compiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, 
     second_kernel = choose_kernels(x, weight, options)
     if is_traced(axis):
         x = traced_gather(x, axis, options.sequence_parallel)
-    if second_kernel.output:  # a compiled layer runs all three matmuls in one kernel
+    if second_kernel.output:  # then a compiled layer runs all three matmuls in the second kernel
         return _matmul_op(x, weight, bias)  # type: ignore[no-any-return]
     if options.wgrad_in_graph and _can_accumulate(x, weight):
         return _AccumulatingLinear.apply(x, weight, bias)  # type: ignore[no-untyped-call,no-any-return]
-    return F.linear(x, weight, bias)
+    return F.linear(x, weight, bias)  # the compiler chooses its kernel, and autograd accumulates the gradient
 
 
 # Matmuls of the second kernel are registered as custom operations so that torch.compile need not trace into them.
@@ -102,7 +102,7 @@ def _linear_backward_op(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     accumulate = spec_of(weight).accumulate_wgrad
     if accumulate is None:
         raise RuntimeError("a compiled layer lost the accumulation of its weights' gradients; use --no-compile")
-    if writes_grad(weight):
+    if writes_grad(weight):  # not if this backward pass computes only gradients of inputs
         flat_grad = grad.reshape(-1, grad.shape[-1])
         if not accumulate(flat_grad.t(), x.reshape(-1, x.shape[-1])):
             raise RuntimeError(

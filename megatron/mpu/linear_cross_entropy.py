@@ -96,17 +96,15 @@ def _add_matmul(total: Tensor | None, x: Tensor, weight: Tensor, second_kernel: 
     If total is None, the result is a new tensor, in at least fp32. If total has the dtype of x, torch's matmul adds
     to it in a single pass over memory.
     """
-    # In 16 bits, the dtypes differ, because the first chunk's result is in fp32. The second kernel (see `matmul`) only
-    # returns new tensors.
-    if total is not None and total.dtype == x.dtype and not second_kernel:
+    if total is None:  # the first chunk
+        result = matmul(x, weight, None, second_kernel).to(torch.promote_types(x.dtype, torch.float32))
+        if factor != 1.0:
+            result.mul_(factor)
+        return result
+    # The dtypes differ in 16 bits, where `total` is in fp32. The second kernel (see `matmul`) only returns new tensors.
+    if total.dtype == x.dtype and not second_kernel:
         return total.addmm_(x, weight.t(), alpha=factor)
-    result = matmul(x, weight, None, second_kernel)
-    if total is not None:
-        return total.add_(result, alpha=factor)
-    result = result.to(torch.promote_types(x.dtype, torch.float32))
-    if factor != 1.0:
-        result.mul_(factor)
-    return result
+    return total.add_(matmul(x, weight, None, second_kernel), alpha=factor)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

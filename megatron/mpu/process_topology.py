@@ -17,7 +17,8 @@ class ProcessTopology:
     ) -> str:
         """Return a name of `rank` for file names, e.g. `model_01`."""
         coord = self.get_coord(rank)
-        shown_axes = [axis for axis in self.get_axis_names() if axis not in frozenset(omit_axes)]
+        omitted = frozenset(omit_axes)
+        shown_axes = [axis for axis in self.get_axis_names() if axis not in omitted]
         return outer_sep.join(f"{axis}{inner_sep}{getattr(coord, axis):02d}" for axis in shown_axes)
 
     def filter_match(self: Any, **wanted: int) -> list[int]:
@@ -25,16 +26,19 @@ class ProcessTopology:
 
         Raises ValueError for an unknown axis.
         """
-        unknown = wanted.keys() - set(self.get_axis_names())
+        axes = self.get_axis_names()
+        unknown = wanted.keys() - set(axes)
         if unknown:
-            axes = ", ".join(self.get_axis_names())
-            raise ValueError(f"the grid has no axis {sorted(unknown)[0]}; its axes are {axes}")
-        indices = []
-        for axis in self.get_axis_names():
-            every = range(self.get_dim(axis))
-            indices.append([index for index in every if wanted.get(axis, index) == index])
+            raise ValueError(f"the grid has no axis {sorted(unknown)[0]}; its axes are {', '.join(axes)}")
+        choices = []  # for each axis, the coordinates to combine: all, or only the wanted one
+        for axis in axes:
+            indices = list(range(self.get_dim(axis)))
+            if axis in wanted:
+                indices = [index for index in indices if index == wanted[axis]]  # empty if it is outside the grid
+            choices.append(indices)
         ranks = []
-        for pipe, data, model in product(*indices):  # not over all ranks, as DeepSpeed asks once for each replica
+        # A loop over all ranks would be slow, as DeepSpeed calls this once for each replica.
+        for pipe, data, model in product(*choices):
             ranks.append(self.get_rank(pipe=pipe, data=data, model=model))
         return ranks
 

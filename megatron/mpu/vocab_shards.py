@@ -29,18 +29,18 @@ def max_over_ranks(own_max: Tensor, logits: Tensor, axis: Axis) -> Tensor:
     logits: [n, v/t] of this rank, padding included. Raises ValueError if all ranks hold the same logits: each then
     holds the whole vocabulary. On an accelerator the check is asynchronous, and the device reports the error.
     """
-    if axis.size == 1 or not logits.numel():
+    if axis.size == 1 or not logits.numel():  # no logits to compare
         return reduce_in_place(own_max.clone(), axis, dist.ReduceOp.MAX)
-    # Logits at places spread over the matrix: one sequence of row numbers and one of column numbers, from the first to
-    # the last.
-    indices = [torch.linspace(0, length - 1, NUM_SAMPLED, device=logits.device).long() for length in logits.shape]
-    sample = logits[indices[0], indices[1]].to(own_max.dtype)
+    # Sample logits at places spread over the matrix, from the first row and column to the last.
+    rows, columns = [torch.linspace(0, length - 1, NUM_SAMPLED, device=logits.device).long() for length in logits.shape]
+    sample = logits[rows, columns].to(own_max.dtype)
     # One all-reduce returns the maxima of the tokens, and the maximum and minimum of each sampled logit: min(x) is
     # -max(-x).
     sizes = [own_max.numel(), NUM_SAMPLED, NUM_SAMPLED]
     maxima = reduce_in_place(torch.cat([own_max.flatten(), sample, -sample]), axis, dist.ReduceOp.MAX)
     token_max, sample_max, minus_sample_min = torch.split(maxima, sizes)
-    # All ranks have equal samples. Shards that hold only zeros are equal, too, but were not gathered.
+    # Gathered logits are equal on all ranks: the maximum of each sample is its minimum. So are shards that hold only
+    # zeros, but they were not gathered. Their samples do not differ from each other.
     is_gathered = (sample_max == -minus_sample_min).all() & (sample_max.amax() > sample_max.amin())
     _check_not_gathered(is_gathered, logits.shape[-1], axis)
     return token_max.view_as(own_max)
@@ -64,8 +64,9 @@ def check_same_tokens(logits: Tensor, target: Tensor) -> None:
     """Raise ValueError unless logits [..., v/t] and target [...] have the same tokens in the same order."""
     token_shape = logits.shape[:-1]
     # [s, b] targets match [s * b, v/t] logits, and [s * b] targets match [s, b, v/t] logits.
-    only_flattened = token_shape.numel() == target.numel() and 1 in (len(token_shape), target.dim())
-    if token_shape != target.shape and not only_flattened:
+    one_is_flat = 1 in (len(token_shape), target.dim())
+    matches = token_shape == target.shape or (one_is_flat and token_shape.numel() == target.numel())
+    if not matches:
         raise ValueError(
             f"logits of shape {list(logits.shape)} do not match targets of shape {list(target.shape)}: give one target "
             "for each token, in the order of the logits; [s, b] targets are labels.t()"
@@ -94,7 +95,8 @@ def check_token_ids(ids: Tensor, vocab_size: int) -> None:
         assert_on_device((ids >= 0) & (ids < vocab_size), f"a token id {problem}")
     except RuntimeError:
         if ids.device.type != "cpu":
-            raise
+            raise  # a device reports errors late, so this may be an error of earlier work
+        # Name the smallest id if it is negative, else the largest, which is then too large.
         bad_id = int(ids.min())
         if bad_id >= 0:
             bad_id = int(ids.max())

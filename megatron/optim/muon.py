@@ -141,17 +141,22 @@ class Muon(torch.optim.Optimizer):
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(p)
         tensors = p.detach(), p.grad, state["momentum_buffer"]  # the last three fields of `_Piece`
-        if not hasattr(p, "pieces"):
+        if not hasattr(p, "pieces"):  # a single weight
             yield _Piece(spec_of(p), *tensors)
             return
+        # A share, its gradient and its momentum are flat, [n], and hold each weight in the same range of elements.
         for weight, begin in p.pieces:
             spec = spec_of(weight)
             end = begin + math.prod(spec.local_shape)
             yield _Piece(spec, *(tensor[begin:end].view(spec.local_shape) for tensor in tensors))
 
     def _step_together(self, pieces: list[_Piece], lr: float, weight_decay: float) -> None:
+        """Update the momentum of all pieces, orthogonalise their updates, and step their weights.
+
+        All tensor-parallel ranks must call this with shards of the same weights.
+        """
         config = self._config
-        updates = list[Tensor]()
+        updates = list[Tensor]()  # the momentum of each piece, or Nesterov's momentum
         for _, _, grad, momentum in pieces:
             momentum.lerp_(grad, 1 - config.muon_momentum)
             update = grad.lerp(momentum, config.muon_momentum) if config.muon_nesterov else momentum
@@ -164,9 +169,9 @@ class Muon(torch.optim.Optimizer):
         for (spec, weight, *_), update in zip(pieces, orthogonal_updates, strict=True):
             weight.mul_(1 - lr * weight_decay)
             ratios = _lr_ratios(spec, config.muon_adjust_lr_fn)
-            if isinstance(ratios, float):  # one factor for the whole weight, else one for each row
+            if isinstance(ratios, float):
                 weight.add_(update, alpha=-lr * ratios)
-            else:
+            else:  # fused matrices with different factors: one factor for each row
                 weight.sub_(ratios.to(weight).mul_(lr) * update)
 
 
@@ -206,8 +211,8 @@ def _lr_ratios(spec: ParamSpec, adjust_lr_fn: str) -> float | Tensor:
     # which repeats along the rows of the whole weight.
     row_counts = torch.tensor(block_counts) * block_rows
     pattern = torch.tensor(ratios, dtype=torch.float64).repeat_interleave(row_counts)
-    rows = spec.full_shape[0]
-    repeats = rows // len(pattern)
-    # A weight that is split along its columns has all rows on each rank.
-    _, begin, end = spec.rows if spec.dim == 0 else (0, 0, rows)
-    return pattern.repeat(repeats)[begin:end].unsqueeze(1)
+    row_ratios = pattern.repeat(spec.full_shape[0] // len(pattern))
+    if spec.dim == 0:  # else this rank has all rows
+        _, begin, end = spec.rows
+        row_ratios = row_ratios[begin:end]
+    return row_ratios.unsqueeze(1)

@@ -10,21 +10,24 @@ from .optimizer import decay_end, wsd_decay_length
 
 
 def _schedule(config: Config) -> dict[str, Any]:
-    """Return the settings that determine the learning-rate schedule."""
+    """Return the settings that determine the learning-rate schedule, by their names in `OptimConfig`."""
     o = config.optim
+    total = decay_end(config)
     unit = "iters"
     unused = "samples"
     if config.lr_decay_samples is not None:
         unit = "samples"
         unused = "iters"
-    # Lengths are kept in the unit that the run uses. Those in the other unit are None, so that they do not count.
+    # Lengths are kept in the unit that the run uses, such as lr_decay_iters. Those in the other unit, such as
+    # lr_decay_samples, are None, so that they do not count.
     schedule = {"lr": o.lr, "min_lr": o.min_lr, "lr_decay_style": o.lr_decay_style, "warmup": o.warmup}
-    schedule |= {f"lr_decay_{unit}": decay_end(config), f"lr_decay_{unused}": None}
+    schedule |= {f"lr_decay_{unit}": total, f"lr_decay_{unused}": None}
     if o.lr_decay_style == "wsd":
         schedule["lr_wsd_decay_style"] = o.lr_wsd_decay_style
         # A default decay that is longer than the rest of the schedule begins with the end of the warm-up.
-        longest = decay_end(config) - floor_share(o.warmup, decay_end(config))
+        longest = total - floor_share(o.warmup, total)
         length = min(wsd_decay_length(config), longest)
+        # The length is 0 if the warm-up takes the whole schedule. The setting must be at least 1, so it is then None.
         schedule |= {f"lr_wsd_decay_{unit}": length or None, f"lr_wsd_decay_{unused}": None}
     return schedule
 

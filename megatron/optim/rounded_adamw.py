@@ -35,8 +35,9 @@ class RoundedAdamW(torch.optim.AdamW):
                     self._step_weight(weight, group)
 
     def _step_weight(self, weight: Tensor, group: Mapping[str, Any]) -> None:
+        """Step one weight [any shape] with the settings of its group, one chunk after another."""
         state = self.state[weight]
-        if not state:
+        if not state:  # the first step
             state["step"] = torch.zeros((), device=weight.device)
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = torch.zeros_like(weight, dtype=self.moment_dtypes.get(name))
@@ -48,11 +49,11 @@ class RoundedAdamW(torch.optim.AdamW):
         for name in ("grad_scale", "found_inf"):  # set by tds.optimizers.clip_in_step
             settings[name] = getattr(self, name, None)
         tensors = [weight, cast(Tensor, weight.grad), state["exp_avg"], state["exp_avg_sq"]]
-        step = state["step"]
-        for chunk, grad, stored_avg, stored_avg_sq in _chunks(tensors):
+        for chunk, grad, stored_avg, stored_avg_sq in _chunks(tensors):  # at least one chunk, perhaps empty
             exp_avg = stored_avg.to(chunk.dtype)
             exp_avg_sq = stored_avg_sq.to(chunk.dtype)
-            step = state["step"].clone()  # each chunk makes the same step
+            step = state["step"].clone()  # `adamw` counts it up; each chunk makes the same step
+            # torch's function takes a list for each kind of tensor; [] is for amsgrad's, which is off.
             adamw([chunk], [grad], [exp_avg], [exp_avg_sq], [], [step], beta1=beta1, beta2=beta2, **settings)
             stored_avg.copy_(exp_avg)
             stored_avg_sq.copy_(exp_avg_sq)
@@ -67,4 +68,5 @@ def _chunks(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
     if not all(tensor.is_contiguous() for tensor in tensors):
         yield tensors
         return
+    # Tensors with chunks (a, b) and (c, d) give (a, c), then (b, d).
     yield from zip(*[torch.split(tensor.view(-1), CHUNK_ELEMENTS) for tensor in tensors], strict=True)

@@ -55,8 +55,9 @@ def apply_to_whole_matrices(
         return results
     from tds.flat_matrices import balance  # imports DeepSpeed, which a single process does not need
 
+    # For example, of 3 sharded parameters on 2 ranks, rank 0 computes parameter 2, and rank 1 the parameters 0 and 1.
     params_by_rank = []  # for each rank, the parameters that it computes
-    outgoing = []
+    outgoing = []  # for each rank, this rank's shards of these parameters
     for rank_items in balance(costs, axis.size):  # positions in `split_params` of the parameters of one rank
         rank_params = [split_params[position] for position in rank_items]
         params_by_rank.append(rank_params)
@@ -64,6 +65,7 @@ def apply_to_whole_matrices(
     # The shards of a parameter have the same shape on all ranks, so those that arrive are like the own ones.
     templates = [outgoing[axis.rank]] * axis.size
     received = _exchange(outgoing, templates, axis)
+    # For each rank, its shards of the results of this rank.
     outgoing_results: list[list[Tensor]] = [[] for _ in range(axis.size)]
     # received[r] lists the shards from rank r, so `parts` are all ranks' shards of parameter i.
     for i, *parts in zip(params_by_rank[axis.rank], *received, strict=True):
@@ -71,6 +73,7 @@ def apply_to_whole_matrices(
         whole = apply_per_matrix(function, torch.cat(parts, dim), specs[i])
         for rank_results, shard in zip(outgoing_results, whole.chunk(axis.size, dim), strict=True):
             rank_results.append(shard)
+    # The shards that come back have the shapes of those that this rank has sent.
     received_results = _exchange(outgoing_results, outgoing, axis)
     for rank_params, shards_back in zip(params_by_rank, received_results, strict=True):
         for i, shard in zip(rank_params, shards_back, strict=True):
@@ -95,7 +98,8 @@ def _exchange(
     receive_buffer = send_buffer.new_empty(sum(receive_sizes))
     dist.all_to_all_single(receive_buffer, send_buffer, receive_sizes, send_sizes, group=axis.group)
     received = []
+    # Cut the buffer into the chunk of each rank, and each chunk into the rank's tensors.
     for chunk, rank_templates in zip(torch.split(receive_buffer, receive_sizes), templates, strict=True):
         parts = torch.split(chunk, list(map(Tensor.numel, rank_templates)))
-        received.append(list(map(Tensor.view_as, parts, rank_templates)))
+        received.append([part.view_as(template) for part, template in zip(parts, rank_templates, strict=True)])
     return received

@@ -83,7 +83,7 @@ def require_equal_values(values: Mapping[str, str] | None, only_common: bool = F
     """
     if dist.get_world_size() == 1:
         return
-    digest = None
+    digest = None  # of a rank that has nothing to compare
     if values is not None:
         digest = hashlib.sha256(repr(sorted(values.items())).encode()).hexdigest()
     digests = set(gather_objects(digest))
@@ -91,7 +91,7 @@ def require_equal_values(values: Mapping[str, str] | None, only_common: bool = F
         return
     values_by_rank = {rank: known for rank, known in enumerate(gather_objects(values)) if known is not None}
     differences = _differences(values_by_rank, only_common)
-    if not differences:
+    if not differences:  # with `only_common`, the hashes differ although no common value does
         return
     description = "; ".join(differences[:3])
     if len(differences) > 3:

@@ -37,11 +37,11 @@ def fingerprint_buffers(model: nn.Module, savable: Callable[[Tensor], bool]) -> 
     mesh = mpu.get_mesh()
     initial = _initial_fingerprints.get(model, {})
     coord = mesh.pipe.rank, mesh.data.rank, mesh.model.rank
-    # A buffer that was not recorded counts as unchanged.
-    return {
-        name: BufferCopy(*coord, current, initial.get(name, current) != current)
-        for name, current in _fingerprints(model, savable).items()
-    }
+    copies = {}
+    for name, current in _fingerprints(model, savable).items():
+        recorded = initial.get(name, current)  # a buffer that was not recorded counts as unchanged
+        copies[name] = BufferCopy(*coord, current, recorded != current)
+    return copies
 
 
 def _fingerprints(model: nn.Module, included: Callable[[Tensor], bool]) -> dict[str, int]:

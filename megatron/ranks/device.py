@@ -185,5 +185,8 @@ def peak_tflops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    # The keys are in such an order that the first match counts, for example "H100 PCIe" before "H100".
-    return next((peak for key, peak in PEAK_TFLOPS.items() if re.search(rf"\b{key}\b", name)), None)
+    # The first match counts: "H100 PCIe" comes before "H100". Whole words match, so "A100X" is not "A100".
+    for words, peak in PEAK_TFLOPS.items():
+        if re.search(rf"\b{words}\b", name):
+            return peak
+    return None

@@ -88,8 +88,8 @@ class StopSignals:
                 signal.signal(signal.SIGINT, self._interrupt)
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
+    def __exit__(self, error_type: object, *_: object) -> None:
+        if error_type is None:  # the handlers stay installed for the final save
             if self._read_reports is not None:
                 self._read_reports()  # wait for the last all-reduce, whose result nobody needs
         elif threading.current_thread() is threading.main_thread():
@@ -102,6 +102,7 @@ class StopSignals:
         self._request = max(self._request, request)
 
     def _interrupt(self, _: int, __: FrameType | None) -> None:
+        """Handle SIGINT: save and stop at the first Ctrl-C, exit at the second, ignore repetitions of the first."""
         now = time.monotonic()
         if self._interrupted is None:
             self._interrupted = now
@@ -126,7 +127,7 @@ class StopSignals:
             request = StopSignal.SAVE_AND_STOP
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return request, done
-        read_previous = self._read_reports
+        read_previous = self._read_reports  # None in the first call
         # The maximum of `not done` is 0 if all ranks are done.
         self._read_reports = self._start_max([int(request), int(not done)])
         if read_previous is None:

@@ -31,7 +31,10 @@ _LIBRARIES = (*{sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")},
 
 
 def source_files() -> dict[str, Path]:
-    """Return all Python files of the packages megatron and tds that this process has imported, by relative path."""
+    """Return all Python files of the packages megatron and tds from where this process imports them, by relative path.
+
+    Files that the process has not imported are included.
+    """
     folders = [Path(str(package.__file__)).parent for package in (megatron, tds)]
     files = {file.relative_to(folder.parent).as_posix(): file for folder in folders for file in folder.rglob("*.py")}
     return dict(sorted(files.items()))
@@ -65,6 +68,7 @@ def user_file_hashes() -> dict[str, str]:
     hashes = {}
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__dict__", {}).get("__file__")  # not by the module's own `__getattr__`
+        # Skip built-in and compiled modules and libraries, then this project's modules and files that do not exist.
         if not isinstance(file, str) or not file.endswith(".py") or is_library_file(file):
             continue
         if name.partition(".")[0] in ("megatron", "tds") or not os.path.isfile(file):
