@@ -133,8 +133,9 @@ def _find_too_deep_line(text: str) -> int:
 def _reject_duplicates(where: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object as a dict. Raises JsonBoundError if a key occurs twice."""
     content = dict(pairs)
-    if len(content) == len(pairs):
+    if len(content) == len(pairs):  # each key occurs once
         return content
+    # The message names the first key that occurs again, with the first two of its values.
     seen: set[str] = set()
     repeated = ""
     for key, _ in pairs:
@@ -167,6 +168,7 @@ def describe_json(text: str, error: JSONDecodeError) -> str:
         before = f"{before},"
         after = after[1:].lstrip()
     if before.endswith(",") and after[:1] in ("}", "]"):
+        # chr(10) is a newline. Before Python 3.12, the braces of an f-string may not contain a backslash.
         return f"line {before.count(chr(10)) + 1}: JSON does not allow a comma before {after[0]}"
     if after.startswith(("//", "#", "/*")):
         return f"line {error.lineno}: JSON does not allow comments"

@@ -13,6 +13,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import torch
@@ -64,7 +65,7 @@ def refuse_wrong_settings(engine: Any) -> str | None:
     version = deepspeed.__version__
     release = tuple(map(int, re.findall(r"\d+", version)[:3]))
     if release >= ZERO_3_ON_CPU or engine.zero_optimization_stage() != 3 or not on_cpu():
-        return None
+        return None  # the bug needs an earlier release, ZeRO 3 and CPUs
     problem = f"DeepSpeed {version} with ZeRO 3 on CPUs may read weights before they have arrived"
     if _is_override_set():
         return problem
@@ -84,8 +85,8 @@ def missing_names() -> list[str]:
         module, _, path = names.place.partition(":")
         place: Any = None
         with contextlib.suppress(ImportError, AttributeError):
-            # For example, the path `SynchronizedWallClockTimer.Timer` leads to a class inside a class of the module.
-            place = functools.reduce(getattr, filter(None, path.split(".")), importlib.import_module(module))
+            # An empty path gives the module, and `SynchronizedWallClockTimer.Timer` a class inside a class of it.
+            place = resolve_name(f"{module}:{path}")
         for name in f"{names.uses} {names.overrides} {names.patches}".split():
             if not hasattr(place, name):
                 missing.append(f"{path or module}.{name}, needed for {names.purpose}")
@@ -198,13 +199,21 @@ def _grow_scale_after_step(optimizer_class: Any) -> None:
     def step_then_grow(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         # `step` calls `_update_scale` before it unscales the gradients. If there is no overflow, postpone this call.
         update_scale = optimizer._update_scale
-        postponed = list[bool]()  # arguments of postponed calls
-        optimizer._update_scale = lambda overflow: update_scale(True) if overflow else postponed.append(overflow)
+        is_postponed = False
+
+        def update_or_postpone(overflow: Any) -> None:
+            nonlocal is_postponed
+            if overflow:
+                update_scale(True)
+            else:
+                is_postponed = True
+
+        optimizer._update_scale = update_or_postpone
         try:
             result = step(optimizer, *args, **kwargs)
         finally:
             del optimizer._update_scale  # the method of the class is used again
-        if postponed:
+        if is_postponed:
             update_scale(False)
         return result
 
@@ -217,10 +226,10 @@ def set_local_rank() -> None:
     DeepSpeed picks its device by LOCAL_RANK, but `srun --gpus-per-task=1` and container schedulers show each rank
     only one device, number 0. Raises ValueError if several devices are visible but none has the number LOCAL_RANK.
     """
-    count = torch.accelerator.device_count() if not on_cpu() else 0
+    count = 0 if on_cpu() else torch.accelerator.device_count()  # devices that this rank sees
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if not count or local_rank < count:
-        return
+        return  # there is nothing to choose, or LOCAL_RANK is a valid number
     if count > 1:
         raise ValueError(
             f"rank {os.environ.get('RANK', '0')} has LOCAL_RANK {local_rank}, but sees only {count} accelerators: "
@@ -243,7 +252,7 @@ def around_each_layer(context: Callable[[int], contextlib.AbstractContextManager
     def build_each(module: Any) -> None:
         bounds = module._local_start, module._local_stop
         for index in range(*bounds):
-            module._set_bounds(index, index + 1)
+            module._set_bounds(index, index + 1)  # `build_all` builds the layers within these bounds: only this one
             with context(index):
                 build_all(module)
         module._set_bounds(*bounds)
@@ -372,11 +381,11 @@ def complaint(section: str, content: dict[str, Any]) -> str | None:
         return None
     try:
         model(**{key: value for key, value in content.items() if value != "auto"})  # "auto" is filled in later
-    except ValueError as error:  # raised by pydantic
-        if not hasattr(error, "errors"):
+    except ValueError as error:
+        if not hasattr(error, "errors"):  # not pydantic's ValidationError
             raise
         first = error.errors()[0]
-        key = ".".join(map(str, first["loc"])) or "?"
+        key = ".".join(map(str, first["loc"])) or "?"  # e.g. offload_optimizer.device
         return f"{key!r} is unknown" if first["type"] == "extra_forbidden" else f"{key!r}: {first['msg']}"
     return None
 

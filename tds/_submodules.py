@@ -87,6 +87,7 @@ class _Finder(MetaPathFinder):
     """Import finder for submodules of tds that have no file in tds: it finds DeepSpeed's submodules instead."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Return the spec of e.g. tds.runtime.utils, which loads deepspeed.runtime.utils; None: not for this finder."""
         package, _, inner = name.partition(".")
         if package != PACKAGE or not inner or (HERE / f"{inner}.py").is_file():
             return None  # not a submodule of tds, or one that tds has itself
@@ -94,7 +95,7 @@ class _Finder(MetaPathFinder):
             raise ModuleNotFoundError(f"{name}, a part of CPM-Pretrain's TDS, is gone: use {REMOVED[inner]}", name=name)
         theirs = RENAMED.get(inner, f"deepspeed.{inner}")
         if importlib.util.find_spec(theirs) is None:
-            return None
+            return None  # DeepSpeed has no such module, so Python raises its usual error
         return ModuleSpec(name, _Alias(theirs))
 
 

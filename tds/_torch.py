@@ -54,8 +54,8 @@ def copy_widened(target: Tensor, tensor: Tensor) -> None:
 def compiled_on_cuda(function: Function, eager: Function) -> Function:
     """Return a function of tensors that runs `function`, compiled, on CUDA, and `eager` elsewhere.
 
-    Both overwrite their first argument, and a second call must change nothing. If compiling fails, for instance without
-    Triton, there is a warning and `eager` runs.
+    If compiling fails, for instance without Triton, there is a warning and `eager` runs. Both overwrite their first
+    argument, which the failed call may have done already, so a second call must change nothing.
     """
     chosen: Function | None = None  # before the first call; then `function`, compiled, or `eager`
 
@@ -67,7 +67,7 @@ def compiled_on_cuda(function: Function, eager: Function) -> Function:
             chosen = torch.compile(function)
             try:
                 return chosen(x, *others)
-            except torch.OutOfMemoryError:
+            except torch.OutOfMemoryError:  # compiling has not failed, and `eager` needs memory, too
                 raise
             except Exception as error:  # the compiler raises errors of many types
                 warnings.warn(f"{function.__name__} runs unfused, because torch.compile failed: {error}", stacklevel=2)
@@ -188,7 +188,8 @@ def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
 def _norm_by_rows(tensor: Tensor) -> Tensor:
     """Return the 2-norm as a scalar in fp64, computed from the norms of rows of `ROW` elements."""
     flat = tensor.reshape(-1)
-    rows_numel = flat.numel() // ROW * ROW  # elements in complete rows
+    # For example, 10,000 elements are two complete rows of 4096, which have 8192 elements, and a rest of 1808.
+    rows_numel = flat.numel() // ROW * ROW
     squares: Tensor = torch.linalg.vector_norm(flat[rows_numel:]).double().square()
     if rows_numel:
         row_norms = torch.linalg.vector_norm(flat[:rows_numel].view(-1, ROW), dim=1)

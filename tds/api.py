@@ -45,7 +45,8 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
         result = _ds.initialize(*args, **kwargs)
         engine = result[0]
         _deepspeed.disable_timer_sync(engine)
-        check_scale(engine, untested=release_warning is not None)
+        check_scale(engine, untested=release_warning is not None)  # ValueError if DeepSpeed scales gradients wrongly
+    # Each of these is a warning, or None.
     problems = release_warning, _deepspeed.refuse_wrong_settings(engine), narrow_sum_warning(engine)
     notes += [f"warning: {each}" for each in problems if each]
     if notes and engine.global_rank == 0:

@@ -45,22 +45,23 @@ class WeightAverage:
     def _after_step(self, inner: torch.optim.Optimizer, *_: Any) -> None:
         """Move the averages towards the new weights."""
         weights = weights_of(inner)
-        stepped = [weight for weight in weights if weight.grad is not None]
-        skipped = getattr(inner, "found_inf", None)  # a scalar on the device, 1 if the device skips the step
-        # Without groups, a weight without a gradient keeps its value in this step, and its average still moves towards
-        # this value. In groups, the other weights are stepped by other calls.
+        # In groups, this call has stepped the weights with a gradient, and other calls step the others. Without groups,
+        # a weight without a gradient keeps its value in this step, and its average still moves towards this value.
         if self._in_groups:
-            weights = stepped
+            weights = [weight for weight in weights if weight.grad is not None]
+        skipped = getattr(inner, "found_inf", None)  # a scalar on the device, 1 if the device skips the step
         for weight in weights:
             state = inner.state.get(weight)
             if not state:
-                continue
+                continue  # the weight never had a gradient, so its average would equal it
             if AVERAGE not in state:
+                # `_before_step` has copied a weight with a gradient. Any other weight has not changed.
                 initial = self._initial.pop(weight, None)
                 state[AVERAGE] = weight.detach().clone() if initial is None else initial
             rate: Any = 1 - self._decay
             if skipped is not None:
-                rate = rate * (1 - skipped.to(weight.device, weight.dtype))  # a product in fp32 would round the rate
+                # 0 if the step is skipped. For fp64 weights, the factor is in fp64, because fp32 would round the rate.
+                rate = rate * (1 - skipped.to(weight.device, weight.dtype))
             state[AVERAGE].lerp_(weight.detach(), rate)
 
     def announce_frozen(self, weight: Tensor, is_kept_here: bool) -> None:

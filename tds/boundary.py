@@ -102,11 +102,11 @@ def _legacy_declaration(model: Any) -> Declared:
         description = ", ".join(f"{name} has {len(value)}" for name, value in lists.items())
         raise BoundaryError(f"the lists that declare the pipeline boundary differ in length: {description}")
     count = lengths.pop()  # the only length
+    # Without the other lists, all tensors are of floats, all tensors of floats have gradients, and none is split.
     kinds = lists.get("_input_type") or ["float"] * count
     grads = lists.get("_input_grad") or [kind == "float" for kind in kinds]
     splits = lists.get("_input_pipe_partitioned") or [False] * count
-    names = map("tensor {}".format, range(count))
-    return tuple(map(Boundary, names, kinds, grads, splits))
+    return tuple(Boundary(f"tensor {i}", kinds[i], grads[i], splits[i]) for i in range(count))
 
 
 def check_match(contracts: Sequence[Contract]) -> None:
@@ -120,7 +120,8 @@ def check_match(contracts: Sequence[Contract]) -> None:
                     f"give all ranks the same configuration and list of layers"
                 )
     stages = len(contracts)
-    # Virtual stage v is chunk v // stages of stage v % stages, and its outputs go to virtual stage v + 1.
+    # Virtual stage v is chunk v // stages of stage v % stages, and its outputs go to virtual stage v + 1. For example,
+    # with 2 stages of 2 chunks each, chunk 0 of stage 1 is virtual stage 1, which sends to chunk 1 of stage 0.
     for virtual_stage in range(stages * len(first.outputs) - 1):
         chunk, sender = divmod(virtual_stage, stages)
         next_chunk, receiver = divmod(virtual_stage + 1, stages)

@@ -51,11 +51,12 @@ def pack_buckets(
     """
     packed: list[Weights] = []
     capacity = bucket_bytes or max(BUCKET_BYTES, BYTES_PER_REPLICA * dist.get_world_size(group))
-    free_bytes = capacity
+    free_bytes = capacity  # in the last bucket; negative if its last weight exceeds the capacity
     last_kind = None  # weights of this kind go into the last bucket; None: the next weight begins a bucket
     separate = set(separate)
     for parameter in reversed(list(parameters)):
         kind = (chunk_of.get(parameter, 0), parameter.dtype, parameter.device)
+        # The last bucket may be closed if it has enough bytes and, if `is_enough` is given, also enough weights for it.
         is_full = free_bytes <= 0 and (is_enough is None or is_enough(packed[-1]))
         is_separate = parameter in separate
         if kind != last_kind or is_full or is_separate:
@@ -168,6 +169,7 @@ class BucketLauncher:
         if self._chunk_of.get(bucket.parameters[0], 0) not in self._armed_chunks:
             return False
         for p in bucket.parameters:
+            # The weight had no gradient in the previous step, or some of its gradients are still missing.
             if not 0 < self._expected[p] <= self._counts[p]:
                 return False
             # If hooks were added or removed, the expected count is wrong, so the bucket also waits for `finish`.

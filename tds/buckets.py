@@ -110,7 +110,7 @@ class Bucket:
         grad_sum = self._grad_sum(parameter)
         is_first = parameter not in self._arrived
         if grad.is_sparse:
-            if is_first:
+            if is_first:  # the memory has old values, and a sparse gradient has only some of the elements
                 grad_sum.zero_()
             grad_sum.add_(grad.to(grad_sum.dtype))  # torch adds sparse tensors of the same dtype only
         elif is_first:  # the first gradient overwrites the memory, so nothing has to be zeroed
@@ -232,7 +232,10 @@ def copy_changed(exact: Tensor, seen: Tensor) -> Tensor:
 
 
 def copy_changed_in_slices(exact: Tensor, seen: Tensor) -> Tensor:
-    """Do what `copy_changed` does to tensors `[n]`, slice by slice."""
+    """Do what `copy_changed` does to tensors `[n]`, slice by slice.
+
+    It compares values, not bits, because only torch.compile leaves out the cast to half precision.
+    """
     # A slice fits into the cache of a CPU; on accelerators it is larger, because each slice launches kernels.
     size = NORM_SLICE if exact.device.type == "cpu" else 8 * NORM_SLICE
     for at in range(0, exact.numel(), size):

@@ -111,11 +111,12 @@ class StageGraph:
         self._known: dict[Kind, set[MicroChunk]] = defaultdict(set)
 
     def run(self, instructions: Sequence[Instruction]) -> None:
-        """Submit all instructions."""
+        """Submit all instructions, and post receives in advance between them."""
+        # A receive may be posted long before its instruction, so list all receives first.
         for each in instructions:
             if isinstance(each, RECEIVES):
                 self._agenda[type(each)].append(each.micro_chunk)
-        for each, next_instruction in zip_longest(instructions, instructions[1:]):
+        for each, next_instruction in zip_longest(instructions, instructions[1:]):  # after the last one comes None
             kind = type(each)
             if kind is RecvActivation and self._has_header(each):
                 self._receive_header(each)
@@ -125,7 +126,8 @@ class StageGraph:
                 self._send(each)
             else:
                 self._compute(each)
-            if not isinstance(next_instruction, SENDS):  # as the engine does: sends go before receives
+            # Like the engine, submit the sends that follow before posting further receives.
+            if not isinstance(next_instruction, SENDS):
                 self._post(RecvActivation)
                 self._post(RecvGrad)
 
@@ -220,14 +222,18 @@ class StageGraph:
                 raise ScheduleError(
                     f"stage {self.stage}: {kind.__name__} comes before the SendActivation that it answers"
                 )
-        # A wait of the compute stream is an operation that starts when the message has ended. Later computation
-        # depends on this start.
+        # The compute stream waits for the message by an operation of its own, which can start when the message has
+        # ended. Later computation waits for this start.
         message_end = posted.popleft()
         wait_start, _ = self._submit(f"what stage {self.stage} computes after {kind.__name__}", message_end)
         self._computation = wait_start
 
     def _post(self, kind: Kind, min_pending: int = 0) -> None:
-        """Post receives of known layout: all that are due, then others until `min_pending` or `ahead` are pending."""
+        """Post receives of known layout, in order: all that are due, then others until enough are pending.
+
+        `min_pending` and `Rules.ahead` say how many are enough. If `ahead` is None, only receives that are due are
+        posted in advance.
+        """
         agenda = self._agenda[kind]
         posted = self._posted[kind]
         wanted_pending = max(self.rules.ahead or 0, min_pending)

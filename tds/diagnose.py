@@ -47,9 +47,11 @@ def _install_excepthook() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         latest = Watchdog.latest
+        # Errors inside a step have been reported by `watching`. Outside of steps, report only Ctrl-C, and before the
+        # first engine exists (see `watch_startup`) every error.
         if latest and (isinstance(error, KeyboardInterrupt) or latest.reports_all_errors):
-            latest.fail(error)  # not reported yet: it was raised outside a step
-        if not getattr(error, "tds_reported", False):
+            latest.fail(error)
+        if not getattr(error, "tds_reported", False):  # rank 0 has not printed it
             previous_hook(kind, error, trace)
 
     hook.is_tds_hook = True  # type: ignore[attr-defined]
@@ -196,8 +198,9 @@ class Watchdog(Observer):
         if not self._exit_lock.acquire(blocking=False):
             # Another thread is already ending this process; wait for the end.
             time.sleep(2 * self._board.collect_seconds)
+        # The traceback begins in the frame that caught the error, so the frames that called it are put before it. Those
+        # of contextlib, which lie between `watching` and the code that it surrounds, are left out.
         frame = error.__traceback__.tb_frame.f_back if error.__traceback__ else None
-        # The frames of contextlib lie between `watching`, which catches the error, and the code that it surrounds.
         lines = [line for line in traceback.format_stack(frame) if "contextlib.py" not in line] if frame else []
         lines += traceback.format_exception(error)
         text = shortened(strip_cpp_stacks("".join(lines)).rstrip(), MAX_STACK_CHARS)
@@ -210,7 +213,8 @@ class Watchdog(Observer):
             self._board.announce(f"{rank} {fault}", code)
         except Exception:  # rank 0, which hosts the store, is gone
             self.exit_with_stack(f"{rank} lost the connection to the {describe_store()}", "" if is_interrupt else text)
-        # With an exit code, all ranks end now. Without one, the error itself ends this rank.
+        # The announced fault has an exit code after Ctrl-C or an out-of-memory error: all ranks end now. Otherwise the
+        # code is 0, and this method returns, so that the error itself ends this rank.
         if code := self._report(text):
             _exit(code)
         error.tds_reported = True  # type: ignore[attr-defined]
@@ -310,14 +314,14 @@ class Watchdog(Observer):
         """Write this rank's report, and return the announced exit code."""
         what = self._describe_current()
         activity = self._activity
-        since = time.monotonic() - activity.since if activity else 0.0
+        seconds = time.monotonic() - activity.since if activity else 0.0
         try:
-            return self._board.report({"what": what, "since": since, "stack": stack, "more": self._extra_lines()})
+            return self._board.report({"what": what, "since": seconds, "stack": stack, "more": self._extra_lines()})
         except Exception:
             self.exit_with_stack(
-                f"{name_this_rank(self._board.rank)}: {what} for {since:.1f} s; rank 0 does not answer", stack
+                f"{name_this_rank(self._board.rank)}: {what} for {seconds:.1f} s; rank 0 does not answer", stack
             )
-        return 0
+        return 0  # not reached, as `exit_with_stack` ends the process
 
     def exit_with_stack(self, why: str, stack: str = "") -> None:
         """Print why this rank ends, and a stack, by default that of the main thread; end the process with code 1."""

@@ -127,6 +127,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             # Experts may be held by some of the replicas only, so they get buckets of their own.
             for group, weights in group_by_holders(group_weights, self.dp_process_group):
                 replicas = dist.get_world_size(group)
+                # Weights that are stepped as wholes may not divide evenly over the replicas. A bucket takes more and
+                # more of them until it needs little padding.
                 is_enough = partial(has_little_padding, replicas=replicas, work=work) if work else None
                 for parameters in pack_buckets(weights, group, self.bucket_bytes, chunk_of, separate, is_enough):
                     bucket = Bucket(parameters, group, work)
@@ -137,7 +139,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for bucket in self.buckets:
             self._bucket_of.update(dict.fromkeys(bucket.parameters, bucket))
         for param_group in self.param_groups:
-            # All weights of a bucket are in one parameter group, so its first weight shows the group.
+            # The wrapped optimizer now gets shares in place of weights. All weights of a bucket are in one parameter
+            # group, so its first weight shows the group.
             stepped = set(param_group["params"])
             param_group["params"] = [bucket.share for bucket in self.buckets if bucket.parameters[0] in stepped]
         if isinstance(self.optimizer, torch.optim.Adagrad):  # its constructor creates the states, here of the shares
@@ -170,7 +173,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         stepped = set(weights_of(self))
         outside = stepped.difference(module.parameters())
         problem = None
-        if any(state.get("step", 1) for state in self.state.values()):  # Adagrad's constructor creates states of step 0
+        # A state shows that the optimizer has taken a step, except those of step 0 that Adagrad's constructor creates.
+        if any(state.get("step", 1) for state in self.state.values()):
             problem = "already has states of unsharded weights: wrap it before its first step"
         elif any(hasattr(p, "_hp_mapping") for p in stepped):
             problem = "is given weights that are already sharded over replicas: build the model again"
@@ -283,6 +287,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "step() of a DistributedOptimizer was called too early or with a closure: after the last backward "
                 "pass, call finish(), clip() and then step() without a closure"
             )
+        # Clip now, or let a fused optimizer clip in its kernel. If the norm is not finite, also make the step a no-op.
         clip_in_step(self.optimizer, [bucket.share_grad for bucket in self.buckets], norm, self._limit)
         self._global_grad_norm = norm
         self.norm = None
@@ -294,7 +299,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         group_size = len(forward_order)
         if steps_separately(self.optimizer):  # any other optimizer counts one step in each call
             group_size = -(-len(forward_order) // MAX_GROUPS)  # rounded up
-        step = self.optimizer.step  # a no-op if `clip_in_step` skips the step
+        # Read once for all groups: where `clip_in_step` has replaced this method, it did so for the next call only.
+        step = self.optimizer.step
         for start in range(0, len(forward_order), max(group_size, 1)):
             group = forward_order[start : start + group_size]
             for bucket in group:
@@ -354,13 +360,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Load this replica's state from `state_dict_list`, the states of all replicas in rank order.
 
+        The items of other replicas may be None.
         Raises ValueError if the shares differ in number or size from this run's.
         """
+        # None if another number of replicas saved the states.
         own_state: Any = None
         if len(state_dict_list) == dist.get_world_size(self.dp_process_group):
             own_state = state_dict_list[dist.get_rank(self.dp_process_group)]
-        # The items of other replicas may be None.
-        saved_shapes = [share.shape for share in own_state.get("shares", ())] if own_state else None
+        saved_shapes = None
+        if own_state:
+            saved_shapes = [share.shape for share in own_state.get("shares", ())]
         if saved_shapes != [bucket.share.shape for bucket in self.buckets]:
             raise ValueError(
                 f"the checkpoint holds optimizer states sharded over {len(state_dict_list)} replicas, which do not fit "

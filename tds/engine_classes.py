@@ -123,8 +123,10 @@ class DeepSpeedMethods:
 
 def _run_in_dtype_of_statistics(norm: Any, forward: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
     """Return the output, [...] as `inputs`, of a BatchNorm or InstanceNorm, with its weights cast for this call."""
+    # norm.weight and norm.bias look up this dict, so another dict changes them for this call only. Gradients pass
+    # through the casts to the weights themselves.
     weights = norm._parameters
-    cast_weights = dict(weights)  # it also has weights that are None
+    cast_weights = dict(weights)  # a weight that the norm does not have is None and stays so
     for name, p in norm.named_parameters():
         cast_weights[name] = p.to(norm.running_mean.dtype)
     norm._parameters = cast_weights
@@ -144,7 +146,8 @@ class ExtendedEngine(DeepSpeedEngine):  # type: ignore[misc]
         super()._configure_distributed_model(model)
         if not (self.fp16_enabled() or self.bfloat16_enabled()):
             return
-        # The kernels of BatchNorm need weights in the dtype of the statistics, which DeepSpeed does not cast.
+        # The kernels of BatchNorm need weights in the dtype of the running statistics, which DeepSpeed does
+        # not cast. Norms that keep such statistics have the attribute `track_running_stats`.
         for norm in self.module.modules():
             if getattr(norm, "track_running_stats", False):
                 norm.forward = partial(_run_in_dtype_of_statistics, norm, norm.forward)
@@ -194,12 +197,13 @@ class ExtendedEngine(DeepSpeedEngine):  # type: ignore[misc]
         arguments = load_arguments(self, *args, **kwargs)
         if isinstance(self.optimizer, BF16_Optimizer):
             # Without ZeRO, DeepSpeed saves the state of this optimizer as that of ZeRO, but does not load it as such.
+            # During the load, this attribute of the engine hides the class's method of the same name.
             self.__dict__["zero_optimization"] = lambda: True
         try:
             loaded = super().load_checkpoint(**arguments)
         finally:
             self.__dict__.pop("zero_optimization", None)
-        # If DeepSpeed loads weights alone, the next step would restore the fp32 weights of before.
+        # If only weights were loaded, the fp32 copies are still those of before, and the next step would restore them.
         if not arguments.get("load_optimizer_states", True) and hasattr(self.optimizer, "refresh_fp32_params"):
             self.optimizer.refresh_fp32_params()
         return loaded

@@ -71,10 +71,11 @@ def eval_result(engine: Any, loss: Tensor | None, reduce_output: str | None, bca
     loss: the loss over all micro-batches and replicas, a scalar; None if `eval_batch` returns outputs instead.
     """
     has_mean_loss = loss is not None and reduce_output
-    if not engine.is_last_stage() and not (has_mean_loss and bcast_loss):
-        return None
-    if has_mean_loss:
+    is_last = engine.is_last_stage()
+    if has_mean_loss and (is_last or bcast_loss):
         return loss
+    if not is_last:
+        return None
     # `fwd_outputs` has one item for each micro-batch: its loss, or its outputs if no loss is computed.
     return _mean_outputs(engine) if reduce_output else engine.fwd_outputs
 

@@ -46,7 +46,12 @@ def describe_store() -> str:
 
 
 def _name_dead_ranks(fault: str, dead: list[int], hosts: Mapping[int, str]) -> str:
-    """Return `fault`, or a text that names the `dead` ranks if the fault is only a lost connection."""
+    """Return `fault`, or a text that names the `dead` ranks if the fault is only a lost connection.
+
+    For example, rank 0 announced its lost connection, but the cause is rank 3, which did not report: "rank 3 does not
+    answer: its process is dead or stopped; rank 0 lost the connection (Connection reset by peer)".
+    hosts: rank -> host name; empty on a single machine.
+    """
     lost_connection = _LOST_CONNECTION.search(fault)
     if not dead or not lost_connection:
         return fault
@@ -71,6 +76,7 @@ def format_reports(reports: dict[int, dict[str, Any]], world: int, hosts: Mappin
     """
     ranks_by_stack: dict[str, list[int]] = {}
     for rank in range(world):
+        # Ranks that did not answer form a group, too, with an empty stack that is not printed.
         stack = reports[rank]["stack"] if rank in reports else ""
         ranks_by_stack.setdefault(stack, []).append(rank)
     lines = []
@@ -107,11 +113,13 @@ class FaultBoard:
     """
 
     def __init__(self, name: str) -> None:
-        self._store = default_store().clone()  # a separate connection
+        # A separate connection: a call that blocks in another thread would block the calls on a shared one.
+        self._store = default_store().clone()
         self.name = name
         self.rank = dist.get_rank()
         self.world = dist.get_world_size()
         self.poll_ticks = ticks_between_queries(self.rank, self.world)
+        # Rank 1 stands for all ranks except rank 0, which asks in every tick.
         self.delay = POLL_SECONDS * (ticks_between_queries(1, self.world) - 1)
 
     def host_names(self) -> dict[int, str]:
@@ -149,9 +157,11 @@ class FaultBoard:
         fault, code = json.loads(store.get(FAULT_KEY))
         store.set(f"tds/report/{self.rank}", json.dumps(report))
         if self.rank == 0:
-            self._print(fault, with_stacks=not code)
+            self._print(fault, with_stacks=not code)  # an exit code asks for a report of one line
         else:
+            # Rank 0 itself waits up to `collect_seconds` for the reports before it prints them.
             store.wait([PRINTED_KEY], timedelta(seconds=2 * self.collect_seconds))
+            # Rank 0 ends after it has read this, since it may host the store.
             store.set(f"tds/left/{self.rank}", "1")
         return int(code)
 

@@ -14,6 +14,7 @@ Work = Callable[[nn.Parameter], float | None]
 def balance(work: Sequence[float], replicas: int) -> list[list[int]]:
     """Distribute the indices of `work` over the replicas: the largest first, each to the replica with least work.
 
+    For example, work [3, 5, 3] on 2 replicas gives [[1], [0, 2]]: the loads are 5 and 6.
     The result depends on the arguments only, so all replicas get the same one (Graham 1969).
     """
     loads = [0.0] * replicas
@@ -30,27 +31,28 @@ def place_weights(
 ) -> tuple[list[nn.Parameter], int]:
     """Return (the parameters in the order of memory, the elements of each replica's share).
 
-    The first list also holds placeholders: parameters on the meta device for memory that belongs to no weight. work:
-    work of stepping a weight, if a replica must step whole weights. Each share then begins with a weight and may end
-    with a placeholder. None: shares may begin and end anywhere in a weight.
+    work: function that returns the work of stepping a weight; each replica then steps whole weights, so its share
+    begins with a weight. None: shares may begin and end anywhere in a weight.
+    The first list also holds placeholders: parameters on the meta device for memory that belongs to no weight.
     """
-    # For example, weights of 100, 60 and 40 elements on 2 replicas: with work = elements, replica 0 owns the first
-    # weight, replica 1 the others, and a share has 128 elements, so placeholders of 28 elements follow both.
-    if work is None:
-        owned = [list(parameters)]
-        share = round_up(-(-_total_numel(parameters) // replicas))
-        length = share * replicas
-    else:
-        owned = []
+    # For example, weights of 100, 60 and 40 elements on 2 replicas. With work = elements, replica 0 owns the first
+    # weight, replica 1 the others, and a share has 128 elements, so placeholders of 28 elements follow both. With
+    # work = None, a share has 128 elements, too, and one placeholder of 56 elements follows all weights.
+    if work is None:  # one group of weights fills the shares of all replicas
+        groups = [list(parameters)]
+        share = round_up(-(-_total_numel(parameters) // replicas))  # -(-a // b) is a / b, rounded up
+        group_size = share * replicas
+    else:  # one group for each replica
+        groups = []
         costs = [work(p) or 0 for p in parameters]
         for indices in balance(costs, replicas):
-            owned.append([parameters[index] for index in indices])
-        share = round_up(max(map(_total_numel, owned)))
-        length = share
+            groups.append([parameters[index] for index in indices])
+        share = round_up(max(map(_total_numel, groups)))
+        group_size = share
     ordered = list[nn.Parameter]()
-    for weights in owned:
+    for weights in groups:
         ordered += weights
-        if gap := length - _total_numel(weights):
+        if gap := group_size - _total_numel(weights):
             ordered.append(nn.Parameter(torch.empty(gap, device="meta")))
     return ordered, share
 

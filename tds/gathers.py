@@ -17,6 +17,7 @@ def layers_that_wait(model: Any) -> list[nn.Module]:
     that a function calls, such as a tied layer with a `forward_fn`, is left out.
     Raises ValueError if there are no such layers, because no layer would then wait for its gathered weights.
     """
+    # A PipelineModule has `forward_funcs` instead of `layer_functions`; an unsuitable module has neither.
     functions: Any = getattr(model, "layer_functions", None) or getattr(model, "forward_funcs", ())
     layers = [each for each in functions if isinstance(each, nn.Module)]
     if not layers:
@@ -35,16 +36,17 @@ class DeferredGathers:
     """
 
     def __init__(self, buckets: Sequence[Bucket], layers: Sequence[nn.Module]) -> None:
-        first_layer: dict[nn.Parameter, int] = {}
+        first_user: dict[nn.Parameter, int] = {}  # weight -> index of the first layer that has it
         for index, layer in enumerate(layers):
             for p in layer.parameters():
-                first_layer.setdefault(p, index)
+                first_user.setdefault(p, index)
         # Bucket -> index of the first layer that uses it; -1 if it has weights that no layer in `layers` has.
         self._first_layer = {}
         for bucket in buckets:
-            self._first_layer[bucket] = min(first_layer.get(p, -1) for p in bucket.parameters)
-        self._pending: deque[Bucket] = deque()
+            self._first_layer[bucket] = min(first_user.get(p, -1) for p in bucket.parameters)
+        self._pending: deque[Bucket] = deque()  # filled by `defer` in each step
         for index, layer in enumerate(layers):
+            # torch passes (module, inputs), which the hook ignores. The default keeps the index of this layer.
             hook = exclude_from_compile(lambda *_, index=index: self.wait(index), layer)
             layer.register_forward_pre_hook(hook, prepend=True)
 

@@ -52,6 +52,7 @@ def new_groups(rank_lists: RankLists, urgent: bool) -> Any:
         options = urgent_options(world, world.bound_device_id) if urgent else None
         return dist.split_group(split_ranks=[list(ranks) for ranks in rank_lists], pg_options=options)
     own_group = None
+    # torch's `new_group` is a collective over the world, so each rank calls it for the groups of other ranks, too.
     for ranks in rank_lists:
         group = dist.new_group(list(ranks))
         if dist.get_rank() in ranks:
@@ -141,9 +142,9 @@ def parallel_groups(members: Sequence[int], topology: Any) -> list[list[int]]:
         else:
             choices.append([[value] for value in range(topology.get_dim(axis))])
     groups = []
-    for coord_sets in product(*choices):
+    for coord_sets in product(*choices):  # one group; in the example, the first is ([0], [0], [0, 1])
         ranks = []
-        for coord in product(*coord_sets):
+        for coord in product(*coord_sets):  # one rank of the group: first (0, 0, 0), then (0, 0, 1)
             ranks.append(topology.get_rank(**dict(zip(axes, coord, strict=True))))
         groups.append(sorted(ranks))
     return groups
@@ -162,13 +163,14 @@ def share_deepspeed_groups(topology: Callable[[], Any]) -> Iterator[None]:
     def new_group(ranks: Sequence[int]) -> Any:
         members = tuple(sorted(ranks))
         if members not in group_of_ranks:
-            rank_lists = [members]
+            rank_lists = [members]  # the group of all ranks, parallel to no other
             if len(members) < dist.get_world_size():
                 rank_lists = list(map(tuple, parallel_groups(members, topology())))
             if members not in rank_lists:
                 return original_new_group(ranks)  # these ranks do not form a group along axes of the grid
             # `shared_groups` returns the one group that this rank is in. All lists of the axis map to it, and the last
-            # line returns it to its members only.
+            # line returns it to its members only. For example, on rank 1, (0, 1) and (2, 3) both map to the group of
+            # ranks 0 and 1, but new_group([2, 3]) returns None.
             group_of_ranks.update(dict.fromkeys(rank_lists, shared_groups(rank_lists)))
         return group_of_ranks[members] if dist.get_rank() in members else None
 
@@ -187,7 +189,9 @@ def open_connections(neighbours: Any, device: torch.device, parities: int) -> No
     most one boundary of each parity.
     """
     stage = neighbours.stage
-    # Boundary b is between stages b and b + 1. In a ring, stage 0 receives from the last stage over boundary -1.
+    stages = neighbours.stages
+    # (channel, None without a neighbour on this side; boundary; direction): first a byte to the next stage, then one
+    # back. Boundary b is between stages b and b + 1. In a ring, stage 0 receives from the last stage over boundary -1.
     transfers = (
         (neighbours.senders.get(NEXT), stage, dist.send),
         (neighbours.receivers.get(PREVIOUS), stage - 1, dist.recv),
@@ -196,6 +200,7 @@ def open_connections(neighbours: Any, device: torch.device, parities: int) -> No
     )
     for parity in range(parities):
         for channel, boundary, transfer in transfers:
-            if channel and boundary_parity(boundary % neighbours.stages, neighbours.stages) == parity:
+            parity_of_boundary = boundary_parity(boundary % stages, stages)  # -1 becomes the last boundary
+            if channel and parity_of_boundary == parity:
                 byte = torch.zeros(1, dtype=torch.uint8, device=device)
                 transfer(byte, channel.link.peer, group=channel.link.group)

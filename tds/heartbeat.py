@@ -44,6 +44,7 @@ def host_timeout() -> float:
 def watch_hosts() -> None:
     """Start to watch the other hosts, if this run spans hosts. Call it on all ranks, after they have met."""
     seconds = host_timeout()
+    # Turned off, all ranks on one host, or a simulated world without other processes.
     if not seconds or not spans_hosts() or dist.get_backend() == "fake":
         return
     store = default_store()
@@ -75,11 +76,12 @@ def _enable_keepalive(connection: socket.socket, seconds: float) -> None:
     interval = max(1, int(seconds / 9))  # seconds between two probes
     probes = 1 + int((seconds - idle) / interval)
     tcp = socket.IPPROTO_TCP
-    connection.settimeout(None)
+    connection.settimeout(None)  # a read waits without limit, until the kernel ends the connection
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(tcp, socket.TCP_KEEPIDLE, idle)
     connection.setsockopt(tcp, socket.TCP_KEEPINTVL, interval)
     connection.setsockopt(tcp, socket.TCP_KEEPCNT, probes)
+    # The same limit in ms for sent data that the other host does not acknowledge.
     connection.setsockopt(tcp, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
 
 
@@ -92,20 +94,22 @@ def _watch_connections(listener: socket.socket, seconds: float) -> None:
             connection = key.fileobj
             assert isinstance(connection, socket.socket)
             if connection is listener:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):  # the connection may have ended already
                     accepted = listener.accept()[0]
                     _enable_keepalive(accepted, seconds)
-                    selector.register(accepted, selectors.EVENT_READ, data=bytearray())  # for the name of its host
-            elif not _read_host_name(connection, key.data, seconds):
+                    # `_read_host_name` writes the name of the rank's host into this bytearray.
+                    selector.register(accepted, selectors.EVENT_READ, data=bytearray())
+            elif not _read_host_name(connection, key.data, seconds):  # the connection has ended
                 selector.unregister(connection)
                 connection.close()
 
 
 def _read_host_name(connection: socket.socket, host_name: bytearray, seconds: float) -> bool:
-    """Append to `host_name`, JSON that `_connect` has sent, what has come; return False if the connection has ended.
+    """Read from the connection of a rank, and return False if the connection has ended.
 
-    If it has ended because its host is silent, announce that. If the process of the other side has ended, its watchdog
-    or another rank reports that; or it connects again.
+    A rank sends only the name of its host, as JSON; append the received part of it to `host_name`. If the connection
+    has ended because that host is silent, announce a fault. Another end is no fault here: the rank connects again, or
+    its process has ended, which its watchdog or another rank reports.
     """
     try:
         received = connection.recv(4096)
@@ -118,7 +122,7 @@ def _read_host_name(connection: socket.socket, host_name: bytearray, seconds: fl
                 board.announce(_describe_silence(f"{host} ({name_ranks(ranks)})", seconds))
         return False
     host_name.extend(received)
-    return bool(received)
+    return bool(received)  # nothing is received when the rank has closed the connection
 
 
 def _describe_silence(host: str, seconds: float) -> str:
@@ -131,12 +135,12 @@ def _describe_silence(host: str, seconds: float) -> str:
 
 
 def _watch_rank_0(port: int, seconds: float) -> None:
-    """End this process when the host of rank 0 has fallen silent; on all other ranks."""
+    """Wait until the host of rank 0 falls silent, then end this process. A thread of each other rank runs this."""
     rank_0_host = os.environ["MASTER_ADDR"]
     try:
         connection = _connect(rank_0_host, port, seconds)
     except OSError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # one note for each host
             say(
                 f"note: {name_this_rank(dist.get_rank())} cannot connect to port {port} of {rank_0_host} ({error}), so "
                 "the run notices late if one of these machines loses its power; open the ports of that host"
@@ -145,12 +149,15 @@ def _watch_rank_0(port: int, seconds: float) -> None:
     try:
         while True:
             with contextlib.suppress(ConnectionError), connection:
-                connection.recv(1)
-                return  # rank 0 sends nothing, so its process has ended, and its host may be switched off
-            time.sleep(1.0)  # something between the hosts has reset the connection
+                connection.recv(1)  # waits for the end of the connection, because rank 0 sends nothing
+                return  # the process of rank 0 has ended, and its host may be switched off
+            # Something between the hosts has reset the connection, so connect again.
+            time.sleep(1.0)
             connection = _connect(rank_0_host, port, seconds)
     except OSError as error:
-        if error.errno not in SILENT_ERRORS and not isinstance(error, TimeoutError):
+        # If `_connect` itself gives up, its TimeoutError has no errno.
+        is_silent = error.errno in SILENT_ERRORS or isinstance(error, TimeoutError)
+        if not is_silent:
             return  # rank 0 has ended, which the watchdog notices
     watchdog = Watchdog.latest
     assert watchdog is not None, "watch_startup() creates a watchdog"

@@ -67,7 +67,8 @@ def own_address(host: str) -> str | None:
     with contextlib.suppress(OSError):
         for family, kind, protocol, _, target in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):  # any port
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as udp_socket:
-                udp_socket.connect(target)  # a datagram socket sends nothing for this
+                # This sends nothing: the kernel only chooses a route, and with it the own address.
+                udp_socket.connect(target)
                 return str(udp_socket.getsockname()[0])
     return None
 
@@ -77,12 +78,14 @@ def _own_addresses() -> Iterator[tuple[str, str]]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp_socket:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # the interface has no IPv4 address
-                # The kernel's struct ifreq: a name of at most 15 bytes, then space for the answer.
+                # The kernel's struct ifreq: the name in 16 bytes, of which the last is 0, then space for the answer:
+                # address family (2 bytes), port (2 bytes), address (4 bytes).
                 request = struct.pack("256s", name.encode()[:15])
                 answer = fcntl.ioctl(udp_socket.fileno(), SIOCGIFADDR, request)
-                yield socket.inet_ntoa(answer[20:24]), name  # after the name and the port
-    with contextlib.suppress(OSError):
+                yield socket.inet_ntoa(answer[20:24]), name
+    with contextlib.suppress(OSError):  # there is no such file without IPv6
         for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
+            # For example: 20010db8000000000000000000000001 02 40 00 80 eth0
             hex_address, _, _, scope, _, name = line.split()
-            if scope != "20":  # link-local: an address of the link needs its interface in each connection
+            if scope != "20":  # a link-local address is valid only together with its interface
                 yield str(ipaddress.IPv6Address(int(hex_address, 16))), name

@@ -65,7 +65,8 @@ def _unchanged_buffers(layer: Any) -> Iterator[None]:
         with torch.no_grad():
             for module, name, buffer, value in saved:
                 setattr(module, name, buffer)  # the forward pass may have assigned another tensor
-                if not torch.equal(buffer, value):  # an expanded buffer cannot be written
+                # copy_() fails for an expanded buffer, which no layer can have changed in place.
+                if not torch.equal(buffer, value):
                     buffer.copy_(value)
 
 
@@ -74,6 +75,7 @@ def _time_layer(function: Any, inputs: Any, device: torch.device) -> tuple[float
 
     def fresh(t: Tensor) -> Tensor:
         leaf = t.detach().clone()
+        # A layer may modify its input in place, which autograd forbids for a leaf that requires a gradient.
         return non_leaf_view(leaf.requires_grad_(t.is_floating_point()))
 
     inputs = map_tensors(inputs, fresh)
@@ -81,7 +83,7 @@ def _time_layer(function: Any, inputs: Any, device: torch.device) -> tuple[float
     begin = time.perf_counter()
     outputs = in_full(function(inputs))
     roots = [t for t in as_tuple(outputs) if t.requires_grad]
-    if roots:
+    if roots:  # any gradients serve for a measurement
         torch.autograd.backward(roots, list(map(torch.ones_like, roots)))
     _synchronize(device)
     elapsed = time.perf_counter() - begin
@@ -121,22 +123,25 @@ def _best_cuts(seconds: Sequence[float], groups: int, add: Callable[[float, floa
     count = len(seconds)
     seconds_before = [0.0, *accumulate(seconds)]
     best = {0: (0.0, [0])}  # number of layers in the groups so far -> (their minimum cost, their cuts)
-    for groups_left in reversed(range(groups)):
+    for number in range(1, groups + 1):  # number of groups so far, with the next one
         with_next_group = {}
         # Each group has a layer, so the groups so far have at least one each, and leave one for each of the others.
-        for end in range(groups - groups_left, count - groups_left + 1):
+        for end in range(number, count - groups + number + 1):
             options = []
             for start, (cost, cuts) in best.items():
                 if start < end:  # the next group has the layers from `start` to `end`
                     group_seconds = seconds_before[end] - seconds_before[start]
                     options.append((add(cost, group_seconds), [*cuts, end]))
-            with_next_group[end] = min(options)
+            with_next_group[end] = min(options)  # the lowest cost; of equal costs, the earliest cuts
         best = with_next_group
     return best[count]
 
 
 def choose_cuts(module: Any, method: str | Sequence[int]) -> list[int]:
-    """Return the index of each group's first layer, followed by the number of layers. module: a PipelineModule."""
+    """Return the index of each group's first layer, followed by the number of layers.
+
+    For example, [0, 3, 7] cuts 7 layers into a group of 3 and a group of 4. module: a PipelineModule.
+    """
     count = len(module._layer_specs)
     groups = module.num_stages * module.chunks
     if count < groups:

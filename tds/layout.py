@@ -24,10 +24,10 @@ def flattened_for_broadcast(module: nn.Module) -> Iterator[None]:
         data = p.data
         if not _can_broadcast(data):
             replaced.append((p, data))
-            p.data = data.contiguous().view(-1)
+            p.data = data.contiguous().view(-1)  # a copy, if `data` is not contiguous
     yield
     for p, data in replaced:
-        if p.data.data_ptr() != data.data_ptr():  # `contiguous` has copied
+        if p.data.data_ptr() != data.data_ptr():  # only the copy has received the broadcast values
             data.copy_(p.data.view(data.shape))
         p.data = data
 

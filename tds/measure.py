@@ -55,6 +55,8 @@ class _PipelineProbe(Engine):
 
     def run_step(self: Any, factor: float, micros: int) -> None:
         """Take one optimizer step of `micros` micro-batches, with the calls of PipelineEngine and Bf16Reduction."""
+        # DeepSpeed's bf16 optimizer adds the bf16 gradients of each micro-batch ("lp", low precision) to fp32 sums
+        # ("hp", high precision), unless it does so by itself as soon as autograd has a gradient.
         self.using_bf16_optimizer = isinstance(self.optimizer, BF16_Optimizer)
         for _ in range(micros):
             loss = self.module(factor)
@@ -81,7 +83,10 @@ class _PlainProbe(Engine):
 
 
 def _probe_config(engine: Any, micros: int, own_reduction: bool) -> dict[str, Any]:
-    """Return a ds_config with the settings of `engine` that affect gradient scaling."""
+    """Return a ds_config with the settings of `engine` that affect gradient scaling.
+
+    micros: accumulation steps. own_reduction: the caller reduces gradients over the replicas, not DeepSpeed.
+    """
     ds_config = engine._config._param_dict
     # DeepSpeed allows bf16 with fp32 accumulation only under ZeRO. But if the caller reduces gradients itself, the
     # measurement runs without ZeRO, so leave both settings out.
@@ -103,6 +108,7 @@ def _probe_config(engine: Any, micros: int, own_reduction: bool) -> dict[str, An
         "zero_force_ds_cpu_optimizer": False,
     }
     if engine.fp16_enabled():
+        # A loss scale of 2**8, with which the small gradients of the measurement do not overflow.
         settings["fp16"] = {"enabled": True, "initial_scale_power": 8}
     return settings
 
@@ -110,7 +116,11 @@ def _probe_config(engine: Any, micros: int, own_reduction: bool) -> dict[str, An
 def _measure_gradient(
     engine: Any, settings: dict[str, Any], factor: float, own_reduction: bool, pipeline: bool
 ) -> float:
-    """Return the gradient that DeepSpeed applies, i.e. the change of a weight in one SGD step with learning rate 1."""
+    """Return the gradient that DeepSpeed applies, i.e. the change of a weight in one SGD step with learning rate 1.
+
+    settings: a ds_config. factor: the gradient of each micro-batch before DeepSpeed scales it. own_reduction, pipeline:
+    see `check_factor`.
+    """
     model = _ProbeModel()
     probe_class = _PipelineProbe if pipeline else _PlainProbe
     probe = probe_class(
@@ -125,7 +135,7 @@ def _measure_gradient(
     if pipeline or own_reduction:
         disable_reduction(probe)  # as a pipeline engine does, or the caller has done in `engine`
     probe.run_step(factor, settings["gradient_accumulation_steps"])
-    gradient = -get_weight(model.weight)[0].item()
+    gradient = -get_weight(model.weight)[0].item()  # the weight was 0 before the step
     probe.destroy()
     return gradient
 
@@ -164,7 +174,7 @@ def check_factor(
 
     wanted = GRADIENT
     if pipeline and not engine.gradient_average:  # DeepSpeed then sums gradients over the replicas
-        wanted = GRADIENT * replicas
+        wanted *= replicas
     # The replicas' gradients differ, so that a rank also sees that they were not reduced. Their mean is GRADIENT.
     # For example, 4 replicas have 0.5, 0.5, 0.5 and 2.5 times this gradient.
     multiple = 0.5

@@ -62,16 +62,15 @@ def fail_together(timeout: timedelta | None) -> Iterator[None]:
     try:
         yield
     except (dist.DistNetworkError, dist.DistStoreError):
-        raise  # all ranks have this error, unless they wait for each other in vain
+        raise  # an error of the store itself: each rank gets it, or ends at the timeout
     except Exception as error:
-        failure_watch.finished.set()
+        failure_watch.finished.set()  # this rank reports its own error
         is_connection_error = isinstance(error, RuntimeError) and _UNCONNECTED.search(error_text(error))
-        message = f"{_rank_name()} raised {type(error).__name__}: {error}"
-        if is_connection_error:
-            message = describe_failure(error)
-        failure_watch.announce(message)
         if not is_connection_error:
+            failure_watch.announce(f"{_rank_name()} raised {type(error).__name__}: {error}")
             raise
+        message = describe_failure(error)
+        failure_watch.announce(message)
         raise MeetingError(message) from error
     finally:
         failure_watch.finished.set()
@@ -123,6 +122,7 @@ class _FailureWatch:
     def _watch(self) -> None:
         """End this process if the ranks are not connected in time; a second thread looks for failures of others."""
         seconds = self._timeout.total_seconds()
+        # In another thread, because connecting to the store may take as long as the timeout.
         threading.Thread(target=self._poll_failures, name="tds-meeting", daemon=True).start()
         if not self.finished.wait(seconds + GRACE_SECONDS):
             limit = f"{seconds / 60:g} minutes ({setting_advice['startup timeout']})"  # and how to change it

@@ -53,7 +53,8 @@ def narrow_sum_warning(engine: Any) -> str | None:
     in less than fp32 on a CPU.
     """
     autocast = engine._config.torch_autocast_enabled
-    if engine.device.type != "cpu" or not (autocast or engine.bfloat16_enabled() or engine.fp16_enabled()):
+    is_narrow = autocast or engine.bfloat16_enabled() or engine.fp16_enabled()
+    if engine.device.type != "cpu" or not is_narrow:
         return None
     kinds: list[type[nn.Module]] = [nn.LayerNorm]
     if not autocast:  # under autocast, embeddings look up rows in fp32
@@ -63,7 +64,7 @@ def narrow_sum_warning(engine: Any) -> str | None:
         for kind in kinds:
             if isinstance(module, kind) and module.weight is not None and _runs_forward_of(kind, module):
                 names.add(f"nn.{kind.__name__}")
-    if torch.distributed.is_initialized():
+    if torch.distributed.is_initialized():  # other stages have other layers
         names = set().union(*gather_objects(names))
     if not names:
         return None
@@ -76,6 +77,8 @@ def narrow_sum_warning(engine: Any) -> str | None:
 
 def _runs_forward_of(kind: type[nn.Module], module: nn.Module) -> bool:
     """Return whether `module`, of a subclass of `kind`, runs the forward method of `kind`, directly or by super()."""
+    # From the class of the module to its bases: a forward method on the way to that of `kind` hides it, unless it calls
+    # super().
     for each in type(module).__mro__:
         forward = vars(each).get("forward")  # None if this class inherits it
         if forward is vars(kind)["forward"]:

@@ -35,11 +35,11 @@ class KnownModel:
         does not contain the replaced layer itself, but e.g. a function compiled from it.
         """
         for name, layer in _named_layers(self._module).items():
-            replaced = self._layers.get(name)
-            if replaced is None or replaced is layer:
+            old_layer = self._layers.get(name)
+            if old_layer is None or old_layer is layer:
                 continue
             functions: list[Any] = self._module.forward_funcs  # type: ignore[assignment]
-            positions = [index for index, function in enumerate(functions) if _layer_in(function) is replaced]
+            positions = [index for index, function in enumerate(functions) if _layer_in(function) is old_layer]
             if not positions:
                 raise ReplacedWeightError(
                     f"the layer {name} was replaced, but the pipeline runs a function made from the old "
@@ -49,7 +49,8 @@ class KnownModel:
             self._has_replaced_layers = True
             for index in positions:
                 function = functions[index]
-                is_tied = isinstance(function, partial)  # with the layer as its first argument
+                # A tied layer with a `forward_fn` is called by partial(forward_fn, layer).
+                is_tied = isinstance(function, partial)
                 functions[index] = partial(function.func, layer, *function.args[1:]) if is_tied else layer
         return self._has_replaced_layers
 
@@ -70,6 +71,7 @@ class KnownModel:
                 )
         for weights, flat in flat_groups(optimizer):
             for weight in weights:
+                # A weight that has left the module needs no check, and an empty one has no memory.
                 if weight in names and weight.numel() and not same_storage(weight, flat):
                     raise ReplacedWeightError(
                         f"the storage of the weight {names[weight]} was replaced after tds.initialize(), and "

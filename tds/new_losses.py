@@ -15,6 +15,7 @@ def exchange_means(losses: Any, divisors: Mapping[int, float]) -> dict[Any, Tens
 
     losses: the `Losses` of this rank. divisors: for each kind of loss, the divisor of its sum.
     """
+    # Only last stages have called `reduce`. The broadcast replaces the empty dict of the other stages.
     local_means = _means_by_name(losses, divisors) if losses._reduced else {}
     payload = [local_means]
     if dist.get_world_size(losses._stages) > 1:
@@ -26,7 +27,10 @@ def exchange_means(losses: Any, divisors: Mapping[int, float]) -> dict[Any, Tens
 
 
 def _means_by_name(losses: Any, divisors: Mapping[int, float]) -> dict[Any, float]:
-    """Return the mean of each loss over all replicas, trained losses first. Collective over the replicas."""
+    """Return the mean of each loss over all replicas, trained losses first. Collective over the replicas.
+
+    A key is (kind, name), where kind 0 is that of trained losses, e.g. (0, "lm").
+    """
     local_sums = {key: total.item() for key, total in losses._sums.items()}
     totals: dict[Any, float] = {}
     for replica_sums in gather_objects(local_sums, losses._replicas):

@@ -45,6 +45,7 @@ def _stepped_by_weight(engine: Any) -> dict[nn.Parameter, Tensor]:
         for bucket in optimizer.buckets:
             stepped.update(dict.fromkeys(bucket.parameters, bucket.share))
         return stepped
+    # Two lists with an item for each parameter group: its parameters, and this rank's flat fp32 shard of them.
     if isinstance(optimizer, BF16_Optimizer):
         shards = optimizer.bf16_groups, optimizer.fp32_groups_flat_partition
     elif isinstance(optimizer, Zero3Optimizer):
@@ -102,7 +103,7 @@ def get_weight(parameter: nn.Parameter) -> Tensor:
     if not _is_wrapped(parameter):
         return parameter.detach()
     exact: Tensor = utils.safe_get_full_fp32_param(parameter)
-    if hasattr(parameter, "ds_id"):
+    if hasattr(parameter, "ds_id"):  # under ZeRO-3, `parameter` is empty, so there is nothing to compare with
         return exact
     # Where the fp32 copy does not round to the weight, a user has changed the weight.
     seen = parameter.detach()
@@ -115,12 +116,13 @@ def set_weight(parameter: nn.Parameter, value: Tensor) -> None:
     if not _is_wrapped(parameter):
         parameter.copy_(value)
         return
-    if parameter.requires_grad:
+    if parameter.requires_grad:  # a frozen weight has no fp32 copy
         utils.safe_set_full_fp32_param(parameter, value)
-    if not hasattr(parameter, "ds_id"):
+    if not hasattr(parameter, "ds_id"):  # not sharded by ZeRO-3
         parameter.copy_(value)
         return
     # ZeRO-3's forward pass gathers flat shards of the weight, so set this rank's shard, but not the padding at its end.
+    # For example, 10 elements on 4 replicas: shards have 3 elements, and rank 3 sets only the first of them.
     shard: Any = parameter.ds_tensor  # type: ignore[attr-defined]
     rank = dist.get_rank(parameter.ds_process_group)  # type: ignore[attr-defined]
     values = value.flatten()[rank * shard.numel() : (rank + 1) * shard.numel()]
@@ -151,6 +153,7 @@ def moments_of(engine: Any, parameter: nn.Parameter, names: Sequence[str]) -> li
         average = engine.weight_average
         has_average = average is not None and parameter in average.of_frozen
         return [AVERAGE] if has_average and AVERAGE in names else []
+    # A parameter in ZeRO's flat shard has the moments of the shard, even if it never had a gradient.
     if not (_is_wrapped(parameter) or parameter in torch_optimizer_of(engine).state):
         return []
     return _moment_names_of(engine, parameter, names)
@@ -202,12 +205,14 @@ def step_counts(engine: Any) -> dict[nn.Parameter, int]:
     A parameter that was frozen or had no gradient in some steps has a lower count than the other parameters.
     """
     inner = torch_optimizer_of(engine)
-    by_group: dict[Tensor, Any] = {}
+    group_steps: dict[Tensor, Any] = {}  # stepped tensor -> step count of its group, None except with apex's Adam
     for group in inner.param_groups:
-        by_group.update(dict.fromkeys(group["params"], group.get("step")))  # apex's Adam
+        group_steps.update(dict.fromkeys(group["params"], group.get("step")))
     counts = {}
+    # The owner of a parameter is the tensor that the optimizer steps: the parameter itself, or the shard with it.
     for parameter, owner in _stepped_by_weight(engine).items():
-        step = inner.state.get(owner, {}).get("step", by_group.get(owner))
+        state = inner.state.get(owner, {})
+        step = state.get("step", group_steps.get(owner))
         if step is not None:
             counts[parameter] = int(step)
     return counts
@@ -221,7 +226,8 @@ def make_moments(engine: Any, names: Sequence[str], step: int, exceptions: Mappi
     """
     inner = torch_optimizer_of(engine)
     adam = adam_of(inner)
-    rounded = getattr(adam, "moment_dtypes", {})  # of an optimizer that keeps moments in lower precision
+    # Moment -> its dtype, if an optimizer keeps it in lower precision; other moments have the dtype of the weight.
+    moment_dtypes = getattr(adam, "moment_dtypes", {})
     counts = _counts_to_set(engine, step, exceptions)
     # Fused and capturable kernels read the step count on the device of the weights; torch's `load_state_dict` moves it
     # there, too.
@@ -232,9 +238,9 @@ def make_moments(engine: Any, names: Sequence[str], step: int, exceptions: Mappi
             continue
         state = dict[str, Any]()
         for name in _moment_names_of(engine, owner, names):
-            state[name] = torch.zeros_like(owner, dtype=rounded.get(name))
+            state[name] = torch.zeros_like(owner, dtype=moment_dtypes.get(name))
         if isinstance(adam, torch.optim.AdamW) and "exp_avg" in state:
-            device = owner.device if on_device else None
+            device = owner.device if on_device else None  # None: the CPU
             state["step"] = torch.tensor(float(count or 0), dtype=torch.float32, device=device)
         inner.state[owner] = state
 
@@ -311,9 +317,10 @@ def set_loss_scaler(engine: Any, state: dict[str, float]) -> None:
     A static loss scale is a setting of the run, so it is not restored.
     """
     scaler = _scaler_of(engine)
-    if scaler and scaler.dynamic and "cur_iter" in state:
+    if scaler and scaler.dynamic and "cur_iter" in state:  # only a dynamic scaler saves `cur_iter`
         for key in _scaler_keys(scaler):
-            setattr(scaler, key, state.get(key, getattr(scaler, key)))
+            if key in state:
+                setattr(scaler, key, state[key])
 
 
 def least_loss_scale(engine: Any) -> float | None:
@@ -336,6 +343,7 @@ def check_all_copies(engine: Any) -> None:
     synchronization.
     """
     optimizer = engine.optimizer
+    # In the first two, extend the result from which DeepSpeed computes the norm. The last has a setting for this.
     if isinstance(optimizer, BF16_Optimizer):
         optimizer.get_grads_for_norm = partial(_norm_grads_with_copies, optimizer, optimizer.get_grads_for_norm)
     elif isinstance(optimizer, Zero3Optimizer):
@@ -351,7 +359,7 @@ def _norm_grads_with_copies(optimizer: Any, original: Any, for_clipping: bool = 
     the optimizer skip the step.
     """
     result = original(for_clipping)
-    if for_clipping:
+    if for_clipping:  # after the norm, DeepSpeed asks once more for all gradients, to scale them
         return result
     counted, experts = result  # DeepSpeed keeps the gradients of experts apart
     counted_grads = set(counted)

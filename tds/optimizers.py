@@ -76,8 +76,8 @@ def refuse_closures(optimizer: Any) -> None:
     inner = getattr(optimizer, "optimizer", optimizer)
     if not isinstance(inner, torch.optim.Optimizer):
         return
-    needed = [name for name, each in inspect.signature(inner.step).parameters.items() if each.default is each.empty]
-    if "closure" in needed:
+    closure = inspect.signature(inner.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:  # a parameter without a default
         raise ValueError(
             f"{type(inner).__name__} evaluates the loss several times in a step (step(closure)), but an engine "
             "computes the gradients before the step: use an optimizer without a closure, such as torch.optim.AdamW"
@@ -108,6 +108,7 @@ def clip_in_step(optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor], 
     skip_unless_finite(optimizer, norm)
     has_fp64 = any(g.dtype is torch.float64 for g in gradients)
     clips_in_kernel = limit > 0 and is_fused(optimizer) and not has_fp64
+    # As in torch's clip_grad_norm_: 1e-6 avoids a division by 0, and gradients of a small norm stay as they are.
     divisor = ((norm + 1e-6) / limit).clamp(min=1.0).float() if clips_in_kernel else None
     # torch's fused kernels divide the gradients by this attribute, unless it is None.
     optimizer.grad_scale = divisor  # type: ignore[attr-defined]
@@ -137,7 +138,7 @@ def skip_step(optimizer: torch.optim.Optimizer) -> None:
     attributes = vars(optimizer)
     own_step = attributes.get("step")  # replaces the method of the class, for example by a torch LRScheduler
 
-    def skip(*_: Any, **__: Any) -> None:
+    def skip(*_: Any, **__: Any) -> None:  # also ends its own replacement, so the call after it steps again
         attributes.pop("step", None)
         if own_step is not None:
             attributes["step"] = own_step

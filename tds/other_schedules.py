@@ -70,5 +70,6 @@ def zero_bubble(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
         order.append(each)
         if isinstance(each, BackwardInput) and each.micro >= stage:
             order.append(BackwardWeight(each.micro - stage))
+    # The weight gradients that are still delayed: the last `stage` of them, or all if there are fewer micro-batches.
     order += map(BackwardWeight, range(max(micros - stage, 0), micros))
     return with_messages(order, stage, stages)

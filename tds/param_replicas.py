@@ -46,10 +46,11 @@ def replica_squared_norm(
     Weights that only some replicas hold count once. Collective over `replicas` if there are such weights.
     """
     groups = group_by_holders(parameters, replicas)
-    common_weights = groups.pop(0)[1]  # held by all replicas
+    _, common_weights = groups.pop(0)  # held by all replicas
     total = local_squared_norm(common_weights, model_rank, device)
     if groups:
-        # Each holder of a weight adds the same norm in the all-reduce, so divide by their number.
+        # Each holder of a weight adds the same norm in the all-reduce, so divide by their number. For example, a weight
+        # with a squared norm of 6 on 2 of 4 replicas: 3 + 3 from its holders.
         norms = [local_squared_norm(own, model_rank, device) / dist.get_world_size(group) for group, own in groups]
         partial_sum = torch.stack(norms).sum()
         dist.all_reduce(partial_sum, group=replicas)

@@ -31,16 +31,17 @@ def start_time_of(pid: int) -> str | None:
     except ProcessLookupError:
         return None
     except PermissionError:
-        pass
+        pass  # it exists, as a process of another user
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-    # For example, "4711 (python) S 1 4711 ...": the name in parentheses may contain spaces, so split what follows it.
+    # For example, "4711 (python) S 1 4711 ...": the name in parentheses may contain spaces, so split what follows it,
+    # field 3 (state) and fields 4, 5, ...
     state, *fields = text.rpartition(")")[2].split()
     if state in ("Z", "X"):  # zombie or dead
         return None
-    return fields[18]  # field 22 of the file, see proc(5)
+    return fields[18]  # field 22 of the file, starttime in proc(5)
 
 
 def _pid_namespace() -> str:
@@ -90,9 +91,10 @@ def spans_hosts() -> bool:
     """Return whether some ranks of this run may be on other hosts."""
     env = os.environ
     world = env.get("WORLD_SIZE", "1")
+    # torchrun sets LOCAL_WORLD_SIZE, DeepSpeed's launcher LOCAL_SIZE.
     local_world = env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE") or "1"
     master = env.get("MASTER_ADDR", "localhost")
-    is_local = master == "localhost" or is_loopback(master)
+    is_local = master == "localhost" or is_loopback(master)  # ranks on other hosts could not reach this master
     return world not in (local_world, "1") and not is_local
 
 
@@ -120,12 +122,15 @@ def _launcher_check() -> Callable[[], bool] | None:
 
 
 def _own_launcher_check(launcher: str) -> Callable[[], bool] | None:
-    """Return `_launcher_check` for this project's launcher. launcher: process id and, if known, PID namespace."""
+    """Return `_launcher_check` for this project's launcher.
+
+    launcher: process id and, if known, PID namespace, e.g. "4711 pid:[4026531836]".
+    """
     number, _, namespace = launcher.partition(" ")
     if namespace and namespace != _pid_namespace():
         return None  # the launcher runs in another container, so its process is not visible here
     pid = int(number)
-    start_time = start_time_of(pid)
+    start_time = start_time_of(pid)  # None if the launcher has died already
     # Another process may get the launcher's process id, but it has another start time.
     return lambda: start_time is None or start_time_of(pid) != start_time
 
@@ -154,6 +159,7 @@ def rejoin_store(backend: str, timeout: timedelta | None, device: "torch.device"
 
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    # The first attempt finds an empty store, and a store that is not shared ends with its attempt.
     if attempt == "0" or not shared or dist.is_initialized():
         return
     store, rank, ranks = next(rendezvous("env://", timeout=timeout or timedelta(minutes=30)))

@@ -88,7 +88,7 @@ def _parse_table(table: str) -> Iterator[PatchPoint]:
     """Yield the names in a table of the form of TABLE."""
     for block in table.strip().split("\n\n"):
         advice, *lines = block.splitlines()
-        for line in lines:
+        for line in lines:  # e.g. "runtime.pipe.p2p  send recv": a class or module of DeepSpeed, and names in it
             path, *names = line.split()
             place = resolve_name(f"deepspeed.{path}")
             for name in _function_names(place) if names == ["*"] else names:
@@ -100,8 +100,8 @@ def _function_names(kind: type) -> Iterator[str]:
     for name in dir(kind):
         value = getattr(kind, name)
         is_function = callable(value) or isinstance(value, property)
-        is_inherited = hasattr(object, name) and name != "__init__"
-        if is_function and not is_inherited:
+        is_in_every_class = hasattr(object, name) and name != "__init__"  # but a replaced __init__ matters
+        if is_function and not is_in_every_class:
             yield name
 
 
@@ -163,24 +163,24 @@ def foreign_name(value: Any) -> str | None:
         return None
     if isinstance(value, property):
         value = value.fget
-    # functools.wraps copies __module__, but not the globals of a function, which belong to the defining module.
     if isinstance(value, ModuleType):
-        globals_of_value = vars(value)
+        module_name = value.__name__
+        name = module_name
     else:
-        globals_of_value = getattr(value, "__globals__", {})
-    # A class has no globals but a `__module__`. For a value without either, the module of its class counts.
-    module_name = str(globals_of_value.get("__name__") or getattr(value, "__module__", None) or type(value).__module__)
-    if module_name.partition(".")[0] in ("deepspeed", PACKAGE):
-        return None
-    if isinstance(value, ModuleType):
-        return module_name
-    return f"{module_name}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+        # functools.wraps copies __module__, but not the globals of a function, which belong to the defining module.
+        defining_module = getattr(value, "__globals__", {}).get("__name__")
+        # A class has no globals but a `__module__`. For a value without either, the module of its class counts.
+        module_name = str(defining_module or getattr(value, "__module__", None) or type(value).__module__)
+        name = f"{module_name}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+    package = module_name.partition(".")[0]
+    return None if package in ("deepspeed", PACKAGE) else name
 
 
 def _value_in_use(point: PatchPoint, engine_class: type, attributes: Mapping[str, Any], module: type) -> Any:
     """Return the value of `point` in an engine of this class with these attributes, or in its `module`.
 
-    None if tds, or the user's subclass of its class, runs a replacement in DeepSpeed's class.
+    The caller checks whether a user has defined this value. None stands for a replacement that does run, so that it is
+    not reported.
     """
     name = point.name
     in_deepspeed = vars(point.place).get(name)
@@ -192,7 +192,8 @@ def _value_in_use(point: PatchPoint, engine_class: type, attributes: Mapping[str
         return _instruction_map(engine_class).get(name)
     value = getattr(owner, name, None)
     if name in OVERRIDDEN:
-        # tds has its own method, so a patch of DeepSpeed's class runs only if a subclass has taken it over.
+        # tds has its own method, so a patch of DeepSpeed's class runs only if a subclass has taken it over, for example
+        # by train_batch = StockPipelineEngine.train_batch.
         return None if value is in_deepspeed else in_deepspeed
     if owner is engine_class:
         return attributes.get(name) or value  # an attribute of the engine hides that of its class

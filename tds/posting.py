@@ -119,10 +119,10 @@ class _Simulation:
             if head.micro_chunk not in stage.post_after[kind]:
                 self._post(stage, reader=head)  # a message with a header is posted here, once it has been sent
             if head.micro_chunk not in stage.post_after[kind]:
-                return False
+                return False  # it has not been sent yet
         elif stage.unanswered:
-            return False
-        else:
+            return False  # a pass begins only when the receivers of all sent messages have posted the receives
+        else:  # a pass over one chunk
             stage.busy_until = self.now + PASS_COST[type(head)] / self.chunks
         stage.todo.popleft()
         return True
@@ -154,7 +154,7 @@ class _Simulation:
                 has_header = kind is RecvActivation and (self.dynamic or micro_chunk.micro == 0)
                 is_read_now = reader == kind(*micro_chunk)
                 if has_header and not is_read_now:
-                    break
+                    break  # the messages behind it wait, too: receives are posted in the order of sending
                 agenda.popleft()
                 stage.post_after[kind][micro_chunk] = stage.passes
                 self.stages[stage.sent[kind].pop(micro_chunk)].unanswered -= 1

@@ -56,6 +56,7 @@ class Progress(Observer):
             is_measured = self.breakdown and name in TIMED_PARTS
         else:
             name = type(what).__name__
+            # On a CPU, `busy` needs the times of the passes, even without a breakdown.
             is_measured = self.breakdown or (self._on_cpu and name in COMPUTE_NAMES)
         return name if is_measured and self._is_training else None
 

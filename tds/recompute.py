@@ -20,8 +20,10 @@ def choose_checkpoint_function(config_class: Any = None, model: Any = None, **_:
     default.
     """
     if config_class is None or model.activation_checkpoint_func is not deepspeed.checkpointing.checkpoint:
-        return
-    if config_class.pipeline.setdefault("use_reentrant", False):
+        return  # no ds_config, or a function that the user has chosen
+    # Set the key, too: without it, DeepSpeed would set it to True when it builds the engine.
+    use_reentrant = config_class.pipeline.setdefault("use_reentrant", False)
+    if use_reentrant:
         model.activation_checkpoint_func = _checkpoint_reentrantly
     else:
         model.activation_checkpoint_func = deepspeed.checkpointing.non_reentrant_checkpoint

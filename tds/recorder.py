@@ -47,7 +47,9 @@ def _find_pending() -> list[dict[str, Any]]:
 
 def _describe(entry: dict[str, Any]) -> str:
     """Describe an entry of the flight recorder: the collective, its number, its group and its tensors."""
-    count = entry.get("p2p_seq_id" if entry.get("is_p2p") else "collective_seq_id")
+    # torch may change the fields of an entry from release to release, so none of them is required.
+    number_key = "p2p_seq_id" if entry.get("is_p2p") else "collective_seq_id"
+    count = entry.get(number_key)
     dtypes = entry.get("input_dtypes", [])
     sizes = entry.get("input_sizes", [])
     tensors = [f"{dtype} {size}".lower() for dtype, size in zip(dtypes, sizes, strict=False)]

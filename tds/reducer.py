@@ -42,10 +42,10 @@ class _GradBucket:
         grads = list(map(dense_gradient, self.parameters))
         # After the gradients comes a 1 for each weight with a gradient, so the sums are numbers of replicas. For
         # example, with gradients [a, b] of a first weight and none of a second one of one element: [a, b, 0, 1, 0].
-        if self._present is None:
+        if self._present is None:  # made once, then used in every step
             self._present = grads[0].new_ones(len(grads))
         present = self._present
-        if not all(has_grad):
+        if not all(has_grad):  # set the ones of the weights without a gradient to 0
             present = present * present.new_tensor(has_grad)
         flat_grads = [grad.reshape(-1) for grad in grads]
         flat = torch.cat([*flat_grads, present])

@@ -56,13 +56,13 @@ class PipelineState:
     def _state(self) -> dict[str, Tensor]:
         """Return the state outside the layers that DeepSpeed does not save, by name."""
         module: Any = self._module
-        saved = [f"{name}." for name in module.fwd_map]
+        prefixes = [f"{name}." for name in module.fwd_map]  # of the names that DeepSpeed saves
         for key, tied in module.tied_modules.items():
             if tied in module.forward_funcs:  # else a `forward_fn` is the layer, and DeepSpeed does not save `tied`
-                saved.append(f"tied_modules.{key}.")
+                prefixes.append(f"tied_modules.{key}.")
         state = {}
         for name, value in module.state_dict().items():
-            if name.startswith(tuple(saved)):
+            if name.startswith(tuple(prefixes)):
                 continue
             if isinstance(value, Tensor):
                 state[name] = value
@@ -76,11 +76,12 @@ class PipelineState:
         if grid.get_data_parallel_rank():
             return  # the first replica saves for all
         folder.mkdir(parents=True, exist_ok=True)
+        # Each file is written under another name and renamed, so that no reader sees a part of it.
         if not grid.get_global_rank():
             (folder / f"{LAYOUT_FILE}.tmp").write_text(json.dumps(layout_of(self._module)), encoding="utf-8")
             os.replace(folder / f"{LAYOUT_FILE}.tmp", folder / LAYOUT_FILE)
         state = {}
-        changed = []
+        changed = []  # names; `load` prefers the stage that has changed a value
         for name, value in self._state().items():
             # Without clone(), torch.save would write all of the flat memory that a view lies in.
             state[name] = value.detach().cpu().clone()
@@ -133,18 +134,22 @@ class PipelineState:
             warnings.warn(f"{path} does not hold {', '.join(missing)}, which keep their initial values", stacklevel=3)
 
     def _choose_stage(self, num_saved: int, stages_with_name: list[Any], name: str) -> Any:
-        """Return what one of the saved stages has saved, from which this stage loads `name`.
+        """Return the content of the saved stage's file from which this stage loads `name`.
 
-        num_saved: number of saved stages. stages_with_name: what those with a value of this name have saved.
+        num_saved: number of saved stages. stages_with_name: the contents of those that have a value of this name, in
+        the order of the stages: {"state": values by name, "changed": names of the values that training changed}.
         """
         grid = self._grid
+        # All saved stages have the name, and they are as many as the stages of this run.
         if len(stages_with_name) == num_saved == grid.get_pipe_parallel_world_size():
             return stages_with_name[grid.get_stage_id()]  # each stage has saved its own values
         if name.startswith("loss_fn."):
             return stages_with_name[-1]  # the last stage computes the loss
         # Values that training has changed on one stage only are more recent than the initial values on the others.
-        changed = [each for each in stages_with_name if name in each["changed"]]
-        return (changed or stages_with_name)[0]
+        for each in stages_with_name:
+            if name in each["changed"]:
+                return each
+        return stages_with_name[0]
 
 
 def layout_of(module: Any) -> Layout:
@@ -156,7 +161,8 @@ def _read_layout(file: Path) -> Layout:
     """Return how the model of a checkpoint was cut. Raises ValueError, which names the file, if it is damaged."""
     try:
         layout: Layout = json.loads(file.read_text(encoding="utf-8"))
-        return {"cuts": layout["cuts"], "chunks": layout["chunks"], **layout}  # a missing key raises
+        # Equal to `layout`, but reading both keys raises LookupError if one of them is missing.
+        return {"cuts": layout["cuts"], "chunks": layout["chunks"], **layout}
     except (LookupError, RecursionError, TypeError, ValueError):
         raise ValueError(f"{file} is damaged; copy the checkpoint again") from None
 
@@ -212,16 +218,16 @@ def _differing_buffers(module: nn.Module, group: Any) -> str:
     if dist.get_world_size(group) == 1:
         return ""
     weights = set(module.parameters())
-    digests = {}
+    digests = {}  # name of a buffer -> hash of its bytes, which is sent in place of the buffer
     for name, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor) and value not in weights:
             digests[name] = hashlib.sha256(raw_bytes(value)).hexdigest()
-    replica_digests = gather_objects(digests, group)
+    digests_of_ranks = gather_objects(digests, group)
     if dist.get_rank(group):
         return ""  # the first rank compares
     differing = set[str]()
-    for other in replica_digests:
-        for name, digest in other.items():
+    for digests_of_rank in digests_of_ranks:
+        for name, digest in digests_of_rank.items():
             if digest != digests.get(name):
                 differing.add(name)
     return ", ".join(sorted(differing))

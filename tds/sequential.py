@@ -101,8 +101,9 @@ def run_chunk(module: Any, inputs: Any, chunk: int) -> Any:
     first, end = module.chunk_slices[chunk]
     layers = module.forward_funcs[first:end]
     funcs = _seeding_functions(module, layers) if module.seed_layers else layers
-    interval = module.activation_checkpoint_interval
-    length = interval or len(funcs) or 1  # an empty chunk would give range() a step of 0
+    interval = module.activation_checkpoint_interval  # number of layers to recompute together; 0: recompute none
+    # Without recomputation, one part has all layers. The 1 is for an empty chunk: range() allows no step of 0.
+    length = interval or len(funcs) or 1
     for start in range(0, len(funcs), length):
         part = funcs[start : start + length]
         if interval and torch.is_grad_enabled() and module._is_checkpointable(layers[start : start + length]):
@@ -135,8 +136,9 @@ def _seeding_functions(module: Any, layers: Sequence[Any]) -> list[Any]:
 
 def _recompute_layers(module: Any, funcs: Sequence[Any], inputs: Any) -> Any:
     """Return the output of layers whose activations the backward pass recomputes."""
+    # A checkpoint function takes each tensor as a separate argument.
     takes_tuple = isinstance(inputs, (tuple, list))
-    returns_tuple = False
+    returns_tuple = False  # `run` sets it
 
     def run(*tensors: Any) -> Any:
         nonlocal returns_tuple

@@ -82,6 +82,8 @@ def sum_sparse(weights: Iterable[nn.Parameter], group: object) -> None:
     """
     for weight in weights:
         grad = weight.grad
+        # Each rank sends the number of its rows, or a negative code: its gradient is absent, or dense. A gradient that
+        # is sparse in several dimensions counts as dense.
         rows = DENSE
         if grad is None:
             rows = ABSENT
@@ -95,6 +97,7 @@ def sum_sparse(weights: Iterable[nn.Parameter], group: object) -> None:
         elif max(counts) > ABSENT:  # some ranks have a sparse gradient, and none has a dense one
             if grad is None:
                 grad = empty_gradient(weight)
+            # A rank without a gradient has no rows, so its count of -1 becomes 0.
             weight.grad = _sum_of_rows(grad, [max(count, 0) for count in counts], group)
 
 

@@ -55,9 +55,10 @@ class SpikeGuard:
         self._engine = engine
         self._sigma = sigma
         self.recent: deque[tuple[float, float]] = deque(maxlen=window)
-        self._min_steps = max(window // 2, 2)
+        self._min_steps = max(window // 2, 2)  # a standard deviation needs 2 values
         self.norm = 0.0
-        self.begin(torch.zeros(()))
+        self.begin(torch.zeros(()))  # defines the attributes that belong to a step
+        # DeepSpeed's optimizers compute the norm in their own `step`, so the step of the optimizer inside is guarded.
         if isinstance(engine.optimizer, DeepSpeedOptimizer):
             self._guard_step(engine.optimizer.optimizer)
         engine.spike_guard = self

@@ -138,7 +138,7 @@ def _find_paths(inputs: Sequence[Tensor], order: Sequence[Node]) -> tuple[set[No
     nodes_to_inputs = set[Node]()
     weights_below = dict[Node, Weights]()
     for node in order:
-        leaf = getattr(node, "variable", None)
+        leaf = getattr(node, "variable", None)  # a path ends in a node of an input or a weight; others have none
         weights = Weights()
         if leaf in input_leaves:
             nodes_to_inputs.add(node)
@@ -182,9 +182,10 @@ class SplitBackward:
         """Compute the gradients of a micro-batch's inputs, and keep what `_backward_weight` needs."""
         microbatch = self._step.microbatches[instruction.micro_chunk]
         roots, grads = microbatch.take_roots()
-        if roots:
+        if roots:  # else no output requires a gradient
             inputs = [each.tensor for each in microbatch.inputs_with_grad]
             with self._reduction.accumulating(instruction):
+                # On the last stage the only root is the loss, a scalar, whose gradient is [None].
                 microbatch.deferred = backward_input(roots, grads or [None], inputs)
 
     def _backward_weight(self, instruction: Any) -> None:

@@ -37,6 +37,7 @@ def checked_schedule(engine: Any, settings: Mapping[str, Any], chunks: int) -> S
     Raises ValueError for invalid settings.
     """
     for key, value in settings.items():
+        # No value is an instance of (), so an unknown key is refused like a value of the wrong type.
         if not isinstance(value, PIPELINE_SETTINGS.get(key, ())):
             raise ValueError(
                 f'"pipeline" in the ds_config has {key!r}: {value!r}; its settings are {PIPELINE_SETTINGS}'
@@ -54,11 +55,11 @@ def raise_if_any_failed(error: Exception | None) -> None:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    message = None
+    message = None  # stands for a rank that has not failed
     if error is not None:
         message = error_text(error) or type(error).__name__  # never empty
     for rank, other_message in enumerate(gather_objects(message)):
-        if other_message is not None and error is None:
+        if other_message and error is None:
             raise ValueError(f"rank {rank} could not build its layers: {other_message}")
 
 
@@ -88,7 +89,8 @@ def prove_no_deadlock(schedule: Schedule, engine: Any, chunks: int) -> None:
                 f"the schedule {engine._config.pipeline.get('schedule')} would recompute activations twice, once for "
                 "each half of the backward pass: use 1f1b, or leave activation checkpointing out"
             )
-        keep_saved_tensors()
+        keep_saved_tensors()  # both halves of a backward pass read them
+    # The plan of training, then that of evaluation.
     _check_for_deadlocks(plan, micros, rules)
     _check_for_deadlocks(make_plan(partial(forward_only, chunks=chunks), stages, micros), micros, rules)
 

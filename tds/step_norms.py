@@ -104,6 +104,7 @@ class StepNorms:
             if not parameter.requires_grad:
                 continue
             if isinstance(optimizer, Zero3Optimizer):
+                # (index of the parameter group, first element in the group's shard, number of elements with padding)
                 group, start, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
                 yield _Slice(stepped[group], start, _unpadded_numel(parameter), index)
             elif hasattr(parameter, "_hp_mapping"):
@@ -113,7 +114,7 @@ class StepNorms:
                     owner = by_storage[mapping.hp_fragment.untyped_storage().data_ptr()]
                     address = mapping.hp_fragment_address
                     yield _Slice(owner, address.start, address.numel, index)
-            elif is_first_holder(parameter, self._is_first_replica):
+            elif is_first_holder(parameter, self._is_first_replica):  # unsharded; of its copies, one counts
                 yield _Slice(parameter, 0, parameter.numel(), index)
 
     def _before_step(self, inner: torch.optim.Optimizer, *_: Any) -> None:

@@ -49,6 +49,7 @@ def raise_open_files(pid: int, world: int) -> str | None:
         soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
         if soft == resource.RLIM_INFINITY or soft >= need:
             return None
+        # RLIM_INFINITY is -1, so min() would take it for the lower limit.
         new_limit = need if hard == resource.RLIM_INFINITY else min(need, hard)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (new_limit, hard))
     except OSError as error:  # such as a process of another user

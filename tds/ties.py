@@ -50,6 +50,7 @@ def tie_all_weights(module: Any, comms: Comm) -> None:
 def _agree_on_names(comms: Comm) -> dict[str, list[str]]:
     """Set the names of the weights of each tie, and return key -> names of the buffers that its stages have."""
     buffers = {}
+    # A mismatch is raised after the loop, or the other stages would wait in the collectives of the ties that follow.
     error = None
     for key, comm in comms.items():
         copies = gather_objects(_describe_copy(comm), comm["group"])
@@ -61,7 +62,7 @@ def _agree_on_names(comms: Comm) -> dict[str, list[str]]:
                 first_names.setdefault(attrgetter(name)(comm["module"]), name)
             comm["weight_attr"] = list(first_names.values())
         except ValueError as mismatch:
-            error = mismatch  # raised below, after the collectives of the other ties
+            error = mismatch
     raise_if_any_failed(error)
     if error:
         raise error
@@ -89,8 +90,9 @@ def _tied_names(key: str, copies: Sequence[_Copy]) -> list[str]:
         all_names |= dict.fromkeys(copy.weights)
     tied = []
     for name in listed_names | all_names:
-        shapes = [copy.weights.get(name) for copy in copies]
-        if name not in listed_names and len(shapes) - shapes.count(None) == 1:  # on a single stage
+        shapes = [copy.weights.get(name) for copy in copies]  # None on a stage without this weight
+        num_holders = len(shapes) - shapes.count(None)
+        if name not in listed_names and num_holders == 1:
             continue
         if len(set(shapes)) > 1:
             raise ValueError(

@@ -63,8 +63,8 @@ def read(folder: Path) -> list[RankTrace]:
 
 def _to_rank_0_clock(metadata: Event, events: list[Event]) -> RankTrace:
     """Convert events to rank 0's clock, assuming linear drift between the first and last comparison of the clocks."""
-    clock = metadata["clock"]
-    if not clock:
+    clock = metadata["clock"]  # (time, offset from rank 0's clock, error bound) of each comparison, in ns
+    if not clock:  # never compared: any error is possible
         return RankTrace(metadata, events, float("inf"))
     first_time, first_offset, first_error = clock[0]
     last_time, last_offset, last_error = clock[-1]
@@ -122,7 +122,7 @@ def _arrows(ranks: Sequence[RankTrace]) -> Iterator[Event]:
         for event in rank.events:
             name = event["name"]
             if event["cat"] == "message" and name.startswith("Recv"):
-                key = _message_key(rank, event, name, 0)
+                key = _message_key(rank, event, name, 0)  # 0: the event itself is at the receiver
                 receives.setdefault(key, []).append(event)
     for rank in ranks:
         for event in rank.events:
@@ -131,7 +131,7 @@ def _arrows(ranks: Sequence[RankTrace]) -> Iterator[Event]:
                 continue
             key = _message_key(rank, event, *RECEIVE_OF[name])
             same_key = receives.get(key)
-            if not same_key:
+            if not same_key:  # the receiver has not recorded this message
                 continue
             receive = same_key.pop(0)
             common = {"name": "message", "cat": "flow", "id": f"{event['pid']}-{event['ts']}"}

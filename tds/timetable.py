@@ -57,6 +57,7 @@ def check_plan(plan: Plan, micros: int, rules: Rules | None = None) -> None:
     passes: tuple[Kind, ...] = (Forward, *_backward_kinds(plan))
     for stage, instructions in enumerate(plan):
         for chunk in range(chunks):
+            # A chunk must run for each micro-batch: the passes, and the messages that `with_messages` adds to them.
             order = [kind(0, chunk) for kind in passes]
             expected_kinds = list(map(type, with_messages(order, stage, stages, chunks)))
             _check_counts(instructions, expected_kinds, micros, stage, chunk)
@@ -108,6 +109,7 @@ def _count_in_order(instructions: Sequence[Instruction], stage: int, chunk: int,
         if each.chunk != chunk:
             continue
         kind = type(each)
+        # The next micro-batch of a kind is done[kind]. Micro-batch m of another kind is done if done[other] > m.
         needed = [earlier for later, earlier in dependencies if later is kind]
         if each.micro != done[kind] or any(done[earlier] <= each.micro for earlier in needed):
             raise ScheduleError(

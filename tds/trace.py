@@ -166,6 +166,7 @@ class Tracer:
 
         wait: wait for an accelerator to finish all spans; if False, omit unfinished ones.
         """
+        # Change the recorded lists themselves, so that each span is converted once and its events are freed.
         for _, spans in self._iterations:
             if not wait:  # a host time is an int; a device event says whether the device has reached it
                 spans[:] = [each for each in spans if isinstance(each.end, int) or each.end.query()]

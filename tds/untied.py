@@ -58,9 +58,13 @@ def _describe_untied(module: Any, layers: Sequence[int], names: Sequence[str]) -
 
 
 def _find_holders(module: Any) -> list[Holder]:
-    """Return the weights of this stage's layers that the list of layers contains before they are built."""
-    names = _weight_names(module._layer_specs)  # which are equal on all stages
-    tie_of = {}
+    """Return the trainable weights of this stage's layers that already existed before the layers were built.
+
+    Such a weight is in the list of layers: in a layer given as a module, or in an argument of a LayerSpec. So several
+    layers may have been given the same one.
+    """
+    names = _weight_names(module._layer_specs)  # weight -> its name, which is equal on all stages
+    tie_of = {}  # weight -> key of its tie
     for key, _, weights in ties(module):
         for weight in weights.values():
             tie_of[weight] = key

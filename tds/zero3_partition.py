@@ -27,7 +27,8 @@ def zero3_partitioner(config: Mapping[str, Any], mpu: Any, dtype: torch.dtype) -
     offloaded = (zero.get("offload_param") or {}).get("device")
     if zero.get("stage") != 3 or mpu.get_data_parallel_world_size() == 1 or offloaded == "nvme":
         return None
-    if any(zero.get(key) not in (None, False, 1) for key in WHOLE_MODEL_KEYS):  # these values mean off
+    # Off is None or False for a switch, and 1 for zero_hpz_partition_size.
+    if any(zero.get(key) not in (None, False, 1) for key in WHOLE_MODEL_KEYS):
         return None
     _deepspeed.patch_deepspeed()
 

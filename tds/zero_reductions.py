@@ -65,7 +65,9 @@ class Bf16Reduction(Reduction):
             optimizer.update_hp_grads(clear_lp_grads=False)
 
     def finish(self) -> None:
+        """Sum the gradients over the replicas, then those of tied weights over their stages."""
         self.reduce_over_replicas()
+        # Weight -> its fp32 gradient sum, and a flag that is True if the weight has a gradient in this step.
         sums = bf16_sums(self._engine.optimizer)
 
         def gradient_of(weight: nn.Parameter) -> torch.Tensor | None:
@@ -91,6 +93,10 @@ class ZeroReduction(Reduction):
     """
 
     def finish(self) -> None:
+        """Sum the gradients of tied weights over replicas and stages, then let ZeRO reduce all gradients.
+
+        ZeRO leaves each rank only a shard of the sums, so the stages must sum tied gradients before.
+        """
         tied = tied_weights(self._module)
         replicas = self._replicas
         sums_first = dist.get_world_size(replicas) > 2  # a sum over two replicas rounds equally in any order
@@ -99,6 +105,7 @@ class ZeroReduction(Reduction):
                 dist.all_reduce(weight.grad, group=replicas)
         self.reduce_tied_grads()
         if sums_first and dist.get_rank(replicas):
+            # ZeRO will sum over the replicas once more, so only the first replica keeps the complete sum.
             for weight in tied:
                 if weight.grad is not None:
                     weight.grad.zero_()
@@ -117,7 +124,7 @@ def reduction_by_deepspeed(engine: Any) -> Reduction:
         return Reduction(engine)
     # Stages without tied weights raise, too; else they would wait for the others.
     has_ties = [bool(tied_weights(engine.module))]
-    hides_grads = engine.optimizer.use_grad_accum_attribute
+    hides_grads = engine.optimizer.use_grad_accum_attribute  # gradients are in `grad_accum` of a weight, not in `grad`
     if hides_grads and any(any_over_ranks(has_ties, engine.grid.get_pipe_parallel_group())):
         raise ValueError(
             "with bf16 and offload_optimizer, DeepSpeed keeps gradients where a pipeline cannot sum those of tied "

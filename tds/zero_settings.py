@@ -77,7 +77,7 @@ def refuse_unsupported(engine: Any, optimizer: Any) -> None:
         problem = 'cannot load universal checkpoints: leave "load_universal" out of the ds_config'
     elif engine._config.torch_autocast_enabled and engine._config.torch_autocast_dtype == torch.float16:
         problem = "has no loss scale for torch_autocast in float16: use bfloat16"
-    elif not (
+    elif not (  # known to DeepSpeed, names the weights to step as wholes, or allowed by the user
         is_elementwise(optimizer.optimizer)
         or hasattr(optimizer.optimizer, "whole_work")
         or engine.zero_allow_untested_optimizer()

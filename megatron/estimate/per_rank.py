@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from tds.bucket_launch import BUCKET_BYTES, BYTES_PER_REPLICA
 from tds.schedule import BackwardInput, Forward
@@ -48,15 +47,15 @@ class Memory:
 
 
 def moment_elements(count: Count, config: Config) -> int:
-    """Return the number of elements of the optimizer's moments on each model-parallel rank, before ZeRO shards them.
-
-    The average of --ema-decay counts as a moment.
-    """
+    """Return the number of elements of the optimizer's moments on each model-parallel rank, before ZeRO shards them."""
     elements = count.held
-    moments_by_optimizer = {"sgd": elements, "muon": 2 * elements - count.hidden}
-    moments = moments_by_optimizer.get(config.optim.optimizer, 2 * elements)
+    moments = 2 * elements  # Adam keeps two moments of each parameter
+    if config.optim.optimizer == "sgd":
+        moments = elements
+    elif config.optim.optimizer == "muon":  # of the matrices that Muon steps, it keeps only the momentum
+        moments -= count.hidden
     if config.optim.ema_decay:
-        moments += elements
+        moments += elements  # the average counts as a moment
     return moments
 
 
@@ -69,34 +68,34 @@ def state_bytes(count: Count, config: Config, resolved: Resolved, replicas: int)
     """
     parts = count.by_replicas(replicas, config.parallel.expert_parallel_size)
     bytes_by_part = [_state_bytes_of(*part, config, resolved) for part in parts]
-    # zip(*...) turns (weights, gradients, moments) of each part into one tuple of each kind.
-    weights, gradients, moments = map(sum, zip(*bytes_by_part, strict=True))
-    return weights, gradients, moments
+    # The parts (w1, g1, s1) and (w2, g2, s2) give the sums w1 + w2, g1 + g2 and s1 + s2.
+    weights, gradients, optimizer_states = map(sum, zip(*bytes_by_part, strict=True))
+    return weights, gradients, optimizer_states
 
 
 def _state_bytes_of(count: Count, replicas: int, config: Config, resolved: Resolved) -> tuple[float, float, float]:
     """Return what `state_bytes` returns, for parameters that all have the same number of replicas."""
     weight_width = DTYPE_BYTES[resolved.precision]
-    fp32_width = max(weight_width, 4)
-    zero = resolved.zero_stage
+    state_width = max(weight_width, 4)  # bytes of a number in optimizer states: they are fp32, in an fp64 run fp64
     elements = count.held
     weights = elements * weight_width
     adam_elements = elements - count.hidden if config.optim.optimizer == "muon" else elements
-    saved_bytes = len(config.optim.rounded_moments) * adam_elements * (fp32_width - 2)  # bf16 has 2 bytes
-    moments = float(moment_elements(count, config) * fp32_width - saved_bytes)
+    saved_bytes = len(config.optim.rounded_moments) * adam_elements * (state_width - 2)  # bf16 has 2 bytes
+    states = float(moment_elements(count, config) * state_width - saved_bytes)
+    if resolved.zero_stage == 0:  # in fp32 or fp64, without master weights; gradients have the dtype of the weights
+        return weights, weights, states
     share = elements / replicas
-    if zero == 0:
-        return weights, weights, moments
-    moments /= replicas
-    # fp32 master weights; DeepSpeed's ZeRO keeps such a copy even if the weights are fp32
-    master_copy = fp32_width * share if weight_width < fp32_width or not resolved.distributed_optimizer else 0.0
-    if zero == 1:
-        grad_width = fp32_width if resolved.distributed_optimizer or resolved.precision == "bf16" else weight_width
-        return weights, elements * grad_width, moments + master_copy
+    states /= replicas
+    # 16-bit weights have fp32 master weights. DeepSpeed's ZeRO keeps such a copy even of fp32 weights.
+    if weight_width < state_width or not resolved.distributed_optimizer:
+        states += state_width * share
+    if resolved.zero_stage == 1:  # shards the optimizer states only
+        grad_width = state_width if resolved.distributed_optimizer or resolved.precision == "bf16" else weight_width
+        return weights, elements * grad_width, states
     gradients = _grad_width(resolved) * share
-    if zero == 2:
-        return weights, gradients, moments + master_copy
-    return share * weight_width, gradients, moments + master_copy
+    if resolved.zero_stage == 2:
+        return weights, gradients, states
+    return share * weight_width, gradients, states
 
 
 def _grad_width(resolved: Resolved) -> int:
@@ -120,13 +119,14 @@ def _communication(
 
 
 def _all_bucket_bytes(config: Config, resolved: Resolved, shapes: Shapes) -> float:
-    """Return the bytes of the buckets of DeepSpeed's ZeRO. Its ZeRO 1 sums bf16 gradients in fp32 without one."""
+    """Return the bytes of the buckets in which DeepSpeed's ZeRO collects gradients; its ZeRO 1 has none for bf16."""
     sums_in_fp32 = resolved.zero_stage == 1 and resolved.precision == "bf16"
     if sums_in_fp32 or not _deepspeed_zero(resolved):
         return 0.0
+    # Without overlap_comm in the ds_config, only ZeRO 3 overlaps reductions with computations, on accelerators.
     default_overlap = resolved.zero_stage == 3 and shapes.accelerated
     overlap_comm = resolved.deepspeed["zero_optimization"].get("overlap_comm", default_overlap)
-    # With overlap, one buffer is filled while the other is reduced. Under a pipeline, all is reduced after the passes.
+    # With overlap, one buffer is filled while the other is reduced. In a pipeline, all reductions follow the passes.
     buffers = 2 if overlap_comm and config.parallel.stages == 1 else 1
     return buffers * _bucket_bytes(resolved, shapes.width)
 
@@ -212,15 +212,16 @@ class _StepMemory:
 
     def backward(self, index: int) -> Memory:
         """Return the memory in a layer's backward pass: earlier layers have activations, later ones have gradients."""
-        shapes = self.shapes
-        kept_activations = self.kept_activations - kept_bytes(shapes, self.layers[index + 1 :])
-        remaining = count_layers(self.layers[: index + 1], self.config).held
-        gradients = self.held_gradients or self.gradients * (1 - remaining / self.stage.count.held)
+        kept_activations = self.kept_activations - kept_bytes(self.shapes, self.layers[index + 1 :])
+        gradients = self.held_gradients
+        if not gradients:  # no earlier micro-batch has left any, so only the later layers have gradients
+            remaining = count_layers(self.layers[: index + 1], self.config).held
+            gradients = self.gradients * (1 - remaining / self.stage.count.held)
         if self.resolved.distributed_optimizer:  # it allocates a whole bucket of gradients with the first of them
             gradients = min(self.gradients, gradients + self.bucket_bytes)
         largest_matrix = count_layers([self.layers[index]], self.config).largest
-        working = backward_working(shapes, self.layers[index]) + largest_matrix * shapes.width
-        working += recomputed_bytes(shapes, self.layers) + self._partition_of_micro_batch()
+        working = backward_working(self.shapes, self.layers[index]) + largest_matrix * self.shapes.width
+        working += recomputed_bytes(self.shapes, self.layers) + self._partition_of_micro_batch()
         return self._memory(gradients, self.communication, kept_activations, self.pending_logits, working)
 
     def _partition_of_micro_batch(self) -> float:
@@ -228,16 +229,16 @@ class _StepMemory:
 
         It allocates them with the first full bucket. Gradients in bf16 are added to the sums in fp32 without them.
         """
-        is_full = _bucket_bytes(self.resolved, self.shapes.width) < self.trained.held * self.shapes.width
-        needs_them = self.resolved.zero_stage == 2 and self.has_earlier_gradients and is_full
-        if not needs_them or self.resolved.precision == "bf16":
-            return 0.0
-        return self.trained.touched_elements(self.replicas) * _grad_width(self.resolved)
+        uses_partition = self.resolved.zero_stage == 2 and self.resolved.precision != "bf16"
+        fills_bucket = _bucket_bytes(self.resolved, self.shapes.width) < self.trained.held * self.shapes.width
+        if uses_partition and fills_bucket and self.has_earlier_gradients:
+            return self.trained.touched_elements(self.replicas) * _grad_width(self.resolved)
+        return 0.0
 
     def deferred(self) -> Memory:
-        """Return the memory when most gradients of weights are yet to be computed (zb-h1)."""
-        peaks = [backward_working(self.shapes, self.layers[at]) for at in _turning_points(self.layers)]
-        working = max(peaks, default=0.0)
+        """Return the memory when most gradients of weights are deferred; the pipeline schedule zb-h1 defers them."""
+        peaks = [backward_working(self.shapes, self.layers[index]) for index in _turning_points(self.layers)]
+        working = max(peaks, default=0.0)  # a stage may have no transformer layers
         return self._memory(self.held_gradients, self.communication, self.deferred_activations, working=working)
 
     def reduction(self) -> Memory:
@@ -252,30 +253,27 @@ class _StepMemory:
         return self._memory(self.gradients, self.communication + buffers)
 
     def _copied_by_deepspeed(self) -> float:
-        """Return the bytes that DeepSpeed's ZeRO 1 and 2 copy while they reduce gradients.
-
-        The copies of a rank's share have all numbers of each matrix that touches the share. ZeRO 1 sums gradients in
-        bf16 as one flat tensor in fp32, ZeRO 2 one matrix after the other. Under a pipeline, fp16 has a second bucket.
-        """
+        """Return the bytes that DeepSpeed's ZeRO 1 and 2 copy while they reduce gradients; ZeRO 3 copies nothing."""
         resolved = self.resolved
         if resolved.zero_stage == 3:
             return 0.0
-        if resolved.zero_stage == 1 and resolved.precision == "bf16":
+        if resolved.zero_stage == 1 and resolved.precision == "bf16":  # all sums in fp32 are copied to a flat tensor
             return self.gradients if self.replicas > 1 else 0.0
         count = self.trained
         bucket_bytes = _bucket_bytes(resolved, self.shapes.width)
-        # The numbers in the bucket are copied once more before replicas sum them.
+        # The gradients in the bucket, or all if they do not fill it, are copied once more before replicas sum them.
         flat_copy = min(bucket_bytes, count.held * self.shapes.width) if self.replicas > 1 else 0.0
-        if resolved.precision == "bf16":
+        if resolved.precision == "bf16":  # ZeRO 2, which copies one matrix after the other to fp32 (4 bytes)
             return flat_copy + 4.0 * count.largest
-        if resolved.precision == "fp16" and self.config.parallel.stages > 1:
+        if resolved.precision == "fp16" and self.config.parallel.stages > 1:  # a pipeline has a second bucket
             flat_copy = max(flat_copy, bucket_bytes)
+        # Besides the bucket, the gradients of this rank's share are copied, each matrix that touches it as a whole.
         return flat_copy + count.touched_elements(self.replicas) * _grad_width(resolved)
 
     def embedding(self) -> Memory:
         """Return the memory when an embedding's gradient is added to a tied output layer's or an earlier one."""
         table_bytes = self.stage.count.largest * self.shapes.width
-        # ZeRO 2 and 3 keep only a share of the sum.
+        # The new gradient is temporary. So is the one it is added to, if ZeRO 2 or 3 keeps only a share of the sum.
         working = table_bytes * (1 if self.resolved.zero_stage < 2 else 2)
         if self.resolved.distributed_optimizer and self.shapes.width < 4 and not self.shapes.accelerated:
             working += self.stage.count.largest * 4  # a CPU widens what it adds to a sum in fp32
@@ -315,14 +313,14 @@ class _StepMemory:
 def _copied_in_step(elements: int, replicas: int, resolved: Resolved, shapes: Shapes) -> float:
     """Return the bytes of copies that DeepSpeed's ZeRO makes of gradients, or with ZeRO 3 of weights, to step.
 
-    ZeRO 1 and 2 copy the gradients of a rank's share to fp32, and flatten 16-bit ones before: ZeRO 1 only without
-    replicas.
+    ZeRO 1 and 2 copy the gradients of a rank's share to fp32. Gradients in fp16 are first copied to one flat tensor,
+    always by ZeRO 2, but by ZeRO 1 only on a single replica.
     """
     if not _deepspeed_zero(resolved):
         return 0.0
-    share = elements / replicas
     if resolved.zero_stage == 3:
         return _copied_by_zero3(elements, replicas, resolved, shapes)
+    share = elements / replicas
     is_flattened = resolved.precision == "fp16" and (resolved.zero_stage == 2 or replicas == 1)
     flat_width = shapes.width if is_flattened else 0
     return (max(shapes.width, 4) + flat_width) * share
@@ -332,8 +330,7 @@ def _copied_by_zero3(elements: int, replicas: int, resolved: Resolved, shapes: S
     """Return the bytes of copies in a step of DeepSpeed's ZeRO 3.
 
     With replicas, weights are gathered while others are still gathered. Without, the gradients are flattened, and those
-    in fp16 also copied to fp32. The search for infinities, with fp16 and with tensor parallelism, makes a copy of the
-    gradients and their truth values.
+    in fp16 also copied to fp32. The search for infinities copies the gradients and makes a bool tensor of their size.
     """
     share = elements / replicas
     width = _grad_width(resolved)
@@ -341,9 +338,11 @@ def _copied_by_zero3(elements: int, replicas: int, resolved: Resolved, shapes: S
     if replicas > 1:
         copied_bytes = float(shapes.width * min(elements, DEEPSPEED_LIVE))
     else:
-        copied_bytes = share * (width + 4 * is_fp16)  # True counts as 1
+        copied_bytes = share * width
+        if is_fp16:
+            copied_bytes += share * 4
     if is_fp16 or shapes.ranks > 1:
-        copied_bytes = max(copied_bytes, share * (width + 1))  # a truth value takes 1 byte
+        copied_bytes = max(copied_bytes, share * (width + 1))  # a bool takes 1 byte
     return copied_bytes
 
 
@@ -366,12 +365,14 @@ def _turning_points(layers: Sequence[Layer]) -> list[int]:
 
     In a run of equal layers, activations and gradients change steadily, so memory peaks at one of its ends.
     """
-    kinds = [(layer.cls, layer.routes) for layer in layers]
-    ends_by_kind: dict[tuple[type, bool], list[int]] = {}
-    for kind, indices in groupby(range(len(layers)), key=kinds.__getitem__):
-        run = list(indices)
-        if layers[run[0]].repeated:
-            ends_by_kind.setdefault(kind, []).extend((run[0], run[-1]))
+    ends_by_kind: dict[tuple[type, bool], list[int]] = {}  # of the runs 1 to 3 and 5 to 6: [1, 3, 5, 6]
+    for i, layer in enumerate(layers):
+        if layer.repeated:
+            ends = ends_by_kind.setdefault((layer.cls, layer.routes), [])
+            if ends and ends[-1] == i - 1:  # the layer continues a run
+                ends[-1] = i
+            else:
+                ends += [i, i]
     points = set[int]()
     for ends in ends_by_kind.values():
         points.update(ends[:2], ends[-2:])
@@ -387,7 +388,7 @@ def rank_memory(
     memories = []
     for stage in stages:
         step_memory = _StepMemory(stage, config, resolved, replicas, accelerated)
-        peaks = list(map(step_memory.backward, _turning_points(step_memory.layers)))
+        peaks = [step_memory.backward(index) for index in _turning_points(step_memory.layers)]
         if step_memory.has_head:
             peaks.append(step_memory.loss())
         is_tied = step_memory.has_head and config.model.tie_embeddings

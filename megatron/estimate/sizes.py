@@ -31,8 +31,7 @@ class Count(NamedTuple):
     largest: parameters of the largest matrix on a rank. Memory estimates need this number, because the gradient of a
     matrix is temporarily a separate tensor.
     hidden: parameters on each rank of the matrices of transformer layers, for which Muon keeps one moment.
-    experts, expert_matrices: those of `held` and of `hidden` that belong to experts, which expert-parallel ranks
-    divide.
+    experts, expert_matrices: the parts of `held` and `hidden` in experts, which expert-parallel ranks divide.
     """
 
     whole: int = 0
@@ -103,7 +102,7 @@ def _mixture(config: Config, ranks: int) -> list[Count]:
     on_rank = expert.held * experts_on_rank
     matrices_on_rank = expert.hidden * experts_on_rank
     whole = expert.whole * num_experts
-    # All these parameters belong to experts, so the fields of experts repeat `held` and `hidden`.
+    # Of `whole, held, largest, hidden, experts, expert_matrices`, the last two repeat `held` and `hidden` of experts.
     counts = [Count(whole, on_rank, expert.largest, matrices_on_rank, on_rank, matrices_on_rank)]
     if m.num_shared_experts:
         counts += _mlp(m, ranks, m.num_shared_experts * m.expert_ff_size)
@@ -238,8 +237,7 @@ def _balanced_cuts(works: tuple[tuple[int, bool], ...], num_chunks: int, recompu
 def cuts_of(layers: Sequence[Layer], config: Config) -> list[int]:
     """Return the index of the first layer of each stage (or virtual-pipeline chunk), followed by the number of layers.
 
-    Raises ConfigError if there are more ranges than layers, and ValueError for a --partition-method that measures a
-    built model.
+    Raises ConfigError if there are too few layers, and ValueError for a --partition-method that measures a built model.
     """
     p = config.parallel
     num_chunks = p.stages * p.chunks
@@ -295,10 +293,11 @@ class StageSchedule(NamedTuple):
 def _instructions(stage_schedule: StageSchedule) -> list[Instruction]:
     """Return the instructions of a stage, with fewer micro-batches if a shorter schedule has the same steady state."""
     name, extra_warmup, num_chunks, stage, stages, micro_batches = stage_schedule
-    # Four times the warm-up of the first stage is enough to contain the steady state.
-    steady = name in ("1f1b", "interleaved", "zb-h1")
-    if steady and micro_batches > 6 * stages * (1 + extra_warmup) and micro_batches % stages == 0:
-        micro_batches = 4 * stages * (1 + extra_warmup)
+    # Four times the warm-up of the first stage contains the steady state, in which these schedules repeat a pattern.
+    repeats = name in ("1f1b", "interleaved", "zb-h1") and micro_batches % stages == 0
+    warmup = stages * (1 + extra_warmup)
+    if repeats and micro_batches > 6 * warmup:
+        micro_batches = 4 * warmup
     schedule = find_schedule({"schedule": name, "extra_warmup": extra_warmup}, num_chunks)
     return list(schedule(stage, stages, micro_batches))
 
@@ -307,8 +306,7 @@ def _instructions(stage_schedule: StageSchedule) -> list[Instruction]:
 def in_flight(schedule: StageSchedule, chunk: int | None = None) -> int:
     """Return the maximum number of forward passes whose activations a stage keeps at the same time.
 
-    A forward pass takes one micro-batch through one of the groups of layers on the stage. The function finds the
-    maximum in the schedule of the stage.
+    A forward pass takes one micro-batch through one of the groups of layers on the stage.
     chunk: count only the passes through this group of layers; None counts those of all groups.
     """
     instructions = _instructions(schedule)
@@ -326,9 +324,15 @@ def peak_in_flight(after: type[Instruction], schedule: StageSchedule) -> tuple[i
     num_in_flight = deferred = 0
     peak = (0, 0)
     for instruction in _instructions(schedule):
-        # True counts as 1: a forward pass adds a micro-batch, and its last backward pass removes it.
-        num_in_flight += isinstance(instruction, Forward) - isinstance(instruction, (Backward, BackwardWeight))
-        deferred += isinstance(instruction, BackwardInput) - isinstance(instruction, BackwardWeight)
+        if isinstance(instruction, Forward):
+            num_in_flight += 1
+        elif isinstance(instruction, Backward):
+            num_in_flight -= 1
+        elif isinstance(instruction, BackwardInput):  # first half of a backward pass
+            deferred += 1
+        elif isinstance(instruction, BackwardWeight):  # second half
+            num_in_flight -= 1
+            deferred -= 1
         if isinstance(instruction, after):
             peak = max(peak, (num_in_flight, deferred))
     return peak

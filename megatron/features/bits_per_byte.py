@@ -35,8 +35,9 @@ class BitsPerByte(Feature):
             return
         # The split is `train`, or `train/wiki` for the corpus wiki. The name "" stands for the whole data set.
         part, _, name = row["split"].partition("/")
-        # The counted samples of a blend may lack a rare corpus.
-        target_bytes = self._known_bytes(part).get(name) or self._bytes_of_corpus(part, name)
+        target_bytes = self._known_bytes(part).get(name)
+        if not target_bytes:  # the counted samples of a blend may lack a rare corpus, so count in the corpus itself
+            target_bytes = self._bytes_of_corpus(part, name)
         if target_bytes:
             # From nats per target to bits per target to bits per byte.
             row["bits_per_byte"] = row["lm_loss"] / math.log(2) / target_bytes
@@ -51,19 +52,19 @@ class BitsPerByte(Feature):
         stages = stage_begins(self._run.datasets[0]) if part == "train" else ()
         begins = stages or [0]  # without stages, all samples are counted together
         train = self._run.config.train
-        end_of_part = sys.maxsize
-        if part != "train":  # the samples of an evaluation, each of which counts in its loss
+        end_of_part = sys.maxsize  # the last stage of training has no end
+        if part != "train":  # an evaluation, whose loss is the mean over this many samples
             end_of_part = train.eval_iters * train.gas * train.batch_size * mpu.get_mesh().share.size
         samples = self._samples
         known: dict[str, float] = {}
-        total = 0.0
+        weighted_bytes = 0.0
         for begin, end in pairwise([*begins, end_of_part]):
             # Of the row's samples 80 to 119, a stage of samples 0 to 99 has 20, and the next stage has 20.
             count = min(end, samples.stop) - max(begin, samples.start)
             if stages and count <= 0:
-                continue
+                continue  # the row has no samples of this stage
             known |= self._bytes_per_target(part, range(begin, end))
-            total += count * known.get("", 0.0)
-        if stages and total:
-            known[""] = total / len(samples)
+            weighted_bytes += count * known.get("", 0.0)  # no "" if the form of the samples is unknown
+        if stages and weighted_bytes:
+            known[""] = weighted_bytes / len(samples)
         return known

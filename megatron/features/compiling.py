@@ -94,6 +94,7 @@ def _drawbacks(layers: Sequence[nn.Module], config: Config) -> Iterator[str]:
     """Yield what makes compiled layers slower or larger than eager ones on CUDA; --compile compiles them anyway."""
     model = config.model
     window = model.sliding_window
+    # All objectives except lm, such as sft, separate the documents of a sample.
     has_documents = config.objective != "lm" or config.data.reset_attention_mask
     has_context_ranks = config.parallel.context_parallel_size > 1
     is_windowed = window is not None and window < config.data.seq_length
@@ -113,6 +114,7 @@ def _drawbacks(layers: Sequence[nn.Module], config: Config) -> Iterator[str]:
 def _exclude_from_compiling() -> None:
     """Exclude the functions in `excluded`, such as recomputation and eager collectives, from compilation.
 
+    The cache makes every further call a no-op, so that no function is wrapped twice.
     Call this function only if layers are compiled, because importing PyTorch's compiler takes seconds.
     """
     excluded = [

@@ -28,10 +28,10 @@ class _LogitsRecorder(TokenLoss):
         self.target_logits: list[tuple[Tensor, Tensor]] = []
 
     def __call__(self, logits: Any, targets: Targets) -> Tensor:
-        # Logits are [s, b, v], targets are (labels [b, s], loss mask [b, s]).
         logits, _ = split_router_loss(logits)
-        full_logits = mpu.whole_logits(logits)
-        rows, positions = (targets[1] > 0).nonzero(as_tuple=True)
+        full_logits = mpu.whole_logits(logits)  # [s, b, v/t] on t model-parallel ranks
+        loss_mask = targets[1]  # [b, s], 1 at the k targets
+        rows, positions = loss_mask.nonzero(as_tuple=True)  # [k] each
         target_logits = full_logits[positions, rows]
         # The columns after vocab_size only pad the vocabulary to a size that the ranks can share.
         gathered = mpu.gather_from_model_parallel_region(target_logits, self.axis)[:, : self.vocab_size]
@@ -99,7 +99,7 @@ def continue_prompts(run: Run, prompts: Sequence[str], max_new_tokens: int, temp
         generators.append(torch.Generator().manual_seed(seed))
     sampling = Sampling(temperature)  # among all tokens: without top_k and top_p
     next_logits = _NextLogits(run)
-    unfinished = list(range(len(texts)))
+    unfinished = list(range(len(texts)))  # indices of the texts that have not ended
     for _ in range(max_new_tokens):
         logits = next_logits.compute([texts[i] for i in unfinished])
         new_tokens = []
@@ -111,11 +111,12 @@ def continue_prompts(run: Run, prompts: Sequence[str], max_new_tokens: int, temp
         new_tokens = broadcast_from_rank_0(new_tokens)
         for i, token in zip(unfinished, new_tokens, strict=True):
             texts[i].append(token)
+        # A text ends with its first end-of-document token.
         unfinished = [i for i in unfinished if texts[i][-1] != tokenizer.eod]
         if not unfinished:
             break
     decoded = []
     for ids in texts:
-        text_ids = ids[len(tokenizer.before) :]
+        text_ids = ids[len(tokenizer.before) :]  # without the tokens that begin a document
         decoded.append(tokenizer.decode(text_ids))
     return decoded

@@ -93,6 +93,8 @@ class FileWatch:
         return f"the file was {change} while the run trained on it: restore it, {self._recovery_advice()}"
 
     def _recovery_advice(self) -> str:
+        """Return how to continue without the changed text, as the end of a sentence."""
+        # Checkpoints after `last_clean` may contain steps on the changed file.
         clean = [path for number, path in numbered_checkpoints(self._folder).items() if number <= self.last_clean]
         if not clean:
             return "and start again, as no checkpoint is older than the change"

@@ -59,7 +59,7 @@ class CorpusChecks(Feature):
             self.before_step(iteration)
             for file in changed:
                 self._watch.check_content(file, max_blocks)
-        # A dict keeps each name once, and in the order of ranks.
+        # The files that changed on any rank. A dict keeps each name once, and in the order of ranks.
         names: dict[str, None] = {}
         for paths in gather_objects([str(file.path) for file in changed]):
             names |= dict.fromkeys(paths)
@@ -70,7 +70,7 @@ class CorpusChecks(Feature):
                 "trains"
             )
             self._compare(changed, max_blocks)
-        elif not any(checker.is_alive() for checker in self._checkers):
+        elif not any(checker.is_alive() for checker in self._checkers):  # a thread may still find a changed block
             self._watch.last_clean = iteration
 
     def close(self, error: BaseException | None) -> None:
@@ -133,8 +133,8 @@ class Checker(threading.Thread):
     def _compare(self, file: CorpusFile, block: Block) -> bool:
         """Compare a block; return False if the cache lacks a part of it."""
         begin = time.monotonic()
-        pieces = block.read_pieces()
-        if file.cache:
+        pieces = block.read_pieces()  # read lazily, from the file itself
+        if file.cache:  # an object in storage, of which this machine has some blocks
             from ..data.remote_tokens import cached_pieces
 
             cached = cached_pieces(file.cache, block.begin, block.end)
@@ -142,7 +142,7 @@ class Checker(threading.Thread):
                 return False
             pieces = _read_pieces(cached)
         damage = block.find_error(pieces)
-        if damage:
+        if damage:  # a sentence: "FILE is damaged in bytes A to B: SHA-256 differs from the sidecar"
             advice = f"; {file.advice}"
             if file.cache:
                 advice = f", or its copy in {file.cache} is; delete the copy and start again"
@@ -197,9 +197,12 @@ def _files_of_rank(
         identity = identities[rank][path]
         # Ranks that see this very file share its blocks; a node with a copy of its own checks this copy alone.
         sharers = [each for each, seen in enumerate(identities) if seen.get(path) == identity]
-        # Before the run began, rank 0 has compared this many blocks of each local file that it sees.
-        is_done = 0 in sharers and not file.cache and len(file.blocks) <= blocks_before
-        if file.blocks and not is_done:
+        # Before the run began, rank 0 has compared up to `blocks_before` blocks of each local file that it sees.
+        compared_by_rank_0 = 0
+        if 0 in sharers and not file.cache:
+            compared_by_rank_0 = blocks_before
+        if len(file.blocks) > compared_by_rank_0:
+            # Of three sharers, the second compares the blocks 1, 4, 7, ...
             rank_blocks = file.blocks[sharers.index(rank) :: len(sharers)]
             shares.append(file._replace(blocks=rank_blocks))
     return shares

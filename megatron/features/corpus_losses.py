@@ -37,10 +37,11 @@ def corpus_rows(
     rows = []
     for i, name in enumerate(names):
         targets = sums.get(f"{CORPUS_TARGETS}/{i}", 0.0)
-        if targets:
+        if targets:  # 0 if no sample was of this corpus
             loss = sums[f"{CORPUS_LOSS}/{i}"] / targets
             row = {"split": f"{split}/{name}", "iteration": iteration, "lm_loss": loss, "ppl": perplexity(loss)}
-            rows.append({**row, "target_share": targets / divisor})
+            row["target_share"] = targets / divisor
+            rows.append(row)
     return rows
 
 
@@ -69,9 +70,10 @@ class CorpusLosses(Feature):
         if not self._sums:
             return []
         # One transfer from the device for all numbers, as each transfer waits for the device.
-        steps, *sums = torch.stack([torch.as_tensor(self._num_steps), *self._sums.values()]).tolist()
+        num_steps, *sums = torch.stack([torch.as_tensor(self._num_steps), *self._sums.values()]).tolist()
         sum_of = dict(zip(self._sums, sums, strict=True))
-        rows = corpus_rows(sum_of, self._names, "train", iteration, steps)
+        # The engine has divided the values of each step by its targets, so the targets of all corpora sum to num_steps.
+        rows = corpus_rows(sum_of, self._names, "train", iteration, num_steps)
         self._sums = {}
         self._num_steps = 0.0
         return rows

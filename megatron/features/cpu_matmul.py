@@ -64,9 +64,10 @@ class CpuMatmul(Feature):
         if not shapes:
             return
         ratios = measure_speedups(shapes, precision)
-        # The sizes 0, 0 stand for weights of all other sizes.
+        # A SecondKernelUse has three bools: for the matmuls of the output and of both gradients. The sizes 0, 0 stand
+        # for weights of all other sizes, about which the speedups of all measured sizes together decide.
         self._products[precision, 0, 0] = SecondKernelUse(*map(is_faster, join_ratios(ratios.values())))
-        for (_, o, i), shape_ratios in ratios.items():
+        for (_, o, i), shape_ratios in ratios.items():  # o output and i input features
             self._products[precision, o, i] = SecondKernelUse(*map(is_faster, shape_ratios))
         self._apply_choice()
         if plan.config.log.log_details:
@@ -137,10 +138,10 @@ def rows_per_matmul(config: Config) -> int:
 
 
 def measured_shapes(model: nn.Module, rows: int) -> list[Shape]:
-    """Return the sizes of the model's matmuls on all ranks that are large enough to be measured, in one order."""
+    """Return the sizes of the model's matmuls that are large enough to be measured: the same list on all ranks."""
     weights = {weight_sizes(module) for module in model.modules()}
-    all_weights = set().union(*gather_objects(weights - {()}))
-    # The time of fewer rows is that of reading the weight.
+    all_weights = set().union(*gather_objects(weights - {()}))  # () stands for modules without a weight
+    # A matmul with fewer rows takes as long as with MIN_ROWS: the time to read the weight.
     counted_rows = max(rows, MIN_ROWS)
     return [(rows, o, i) for o, i in sorted(all_weights) if counted_rows * o * i >= MIN_MULTIPLY_ADDS]
 
@@ -162,27 +163,27 @@ def measure_speedups(shapes: list[Shape], precision: str) -> dict[Shape, Ratios]
     What the cache of a rank lacks is measured by all ranks at the same time, as they also multiply at the same time.
     """
     path = cache_file()
-    known = read_cache(path)
+    cached = read_cache(path)
     cpu = describe_cpu()
-    keys = {}
+    cache_keys = {}
     missing = set()
     for shape in shapes:
         sizes = " x ".join(map(str, shape))
         key = f"{cpu}, {precision}, {sizes}"
-        keys[shape] = key
-        if not is_conclusive(known.get(key, NO_RATIOS)):
+        cache_keys[shape] = key
+        if not is_conclusive(cached.get(key, NO_RATIOS)):
             missing.add(shape)
     all_missing = sorted(set().union(*gather_objects(missing)))
     for shape in all_missing:
         new_ratios = compare_kernels(shape, precision)
-        key = keys[shape]
-        old_ratios = known.get(key, NO_RATIOS)
+        key = cache_keys[shape]
+        old_ratios = cached.get(key, NO_RATIOS)
         # A cached measurement that is not conclusive gets further rounds.
-        known[key] = join_ratios([old_ratios, new_ratios])
+        cached[key] = join_ratios([old_ratios, new_ratios])
     # One rank of each machine writes the file.
     if all_missing and os.environ.get("LOCAL_RANK", "0") == "0":
-        write_cache(path, known)
-    rank_ratios = gather_objects([known[key] for key in keys.values()])
+        write_cache(path, cached)
+    rank_ratios = gather_objects([cached[key] for key in cache_keys.values()])
     # From one list per rank, with an entry for each shape, to one tuple per shape, with an entry for each rank.
     ratios_by_shape = zip(*rank_ratios, strict=True)
     return dict(zip(shapes, map(join_ratios, ratios_by_shape), strict=True))
@@ -202,16 +203,17 @@ def compare_kernels(shape: Shape, precision: str) -> Ratios:
     # Fewer rows bound the time of the measurement; at least 64 remain, as a run never multiplies only a few.
     rows = min(rows, max(MAX_MULTIPLY_ADDS // (o * i), 64))
     if precision == PACKED:
-        return [_packed_speedups(rows, o, i), [0.0], [0.0]]  # without training, there are no gradients
+        # Without training, there are no gradients. A speedup of 0 never chooses the second kernel.
+        return [_packed_speedups(rows, o, i), [0.0], [0.0]]
     dtype = DTYPES[precision]
     inputs = torch.ones(rows, i, dtype=dtype)
     weight = torch.ones(o, i, dtype=dtype)
     output_grad = torch.ones(rows, o, dtype=dtype)
     # Each call takes one more argument: True chooses the second kernel.
     products = (
-        partial(matmul, inputs, weight, None),
-        partial(matmul, output_grad, weight.t(), None),
-        partial(transposed_matmul, output_grad, inputs),
+        partial(matmul, inputs, weight, None),  # the output
+        partial(matmul, output_grad, weight.t(), None),  # the gradient of the input
+        partial(transposed_matmul, output_grad, inputs),  # the gradient of the weight
     )
     return list(map(_speedups, products))
 
@@ -267,9 +269,11 @@ def _agree(speedups: list[float]) -> bool:
     """
     if not speedups:
         return False
+    if max(speedups) >= CLEAR_SPEEDUP:
+        return True
     upper_quartile = sorted(speedups)[-1 - len(speedups) // 4]
-    same_side = is_faster(speedups) == (upper_quartile >= MIN_SPEEDUP)
-    return max(speedups) >= CLEAR_SPEEDUP or same_side
+    # `is_faster` says on which side of MIN_SPEEDUP the lower quartile is.
+    return is_faster(speedups) == (upper_quartile >= MIN_SPEEDUP)
 
 
 def _note(ratios: Mapping[Shape, Ratios], precision: str) -> str:
@@ -318,10 +322,13 @@ def cache_file() -> Path:
 
 def describe_cpu() -> str:
     """Return the CPU, torch version and threads, since different machines may share the cache file."""
-    lines = []
+    name = "an unknown CPU"
+    text = ""
     with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    name = next(models, "an unknown CPU")
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    for line in text.splitlines():
+        if line.startswith("model name"):  # the same for each core
+            name = line.partition(":")[2].strip()
+            break
     capability = torch.backends.cpu.get_cpu_capability()
     return f"{name}, {capability}, torch {torch.__version__}, {torch.get_num_threads()} threads"

@@ -114,8 +114,11 @@ class RankScorer(LogLikelihoods):
         share = mesh.share
         rounds = -(-len(batches) // share.size)  # rounded up, as every replica must run equally many micro-batches
         # With 5 batches and 2 replicas, replica 1 runs the batches 1 and 3, and then number 5, which is only padding.
-        numbers = range(share.rank, rounds * share.size, share.size)
-        micro_batches = [self.micro_batch(batches[i] if i < len(batches) else ()) for i in numbers]
+        batch_numbers = range(share.rank, rounds * share.size, share.size)
+        micro_batches = []
+        for number in batch_numbers:
+            requests = batches[number] if number < len(batches) else ()
+            micro_batches.append(self.micro_batch(requests))
         # In a call, stages idle while the pipeline fills and empties, so a call has several micro-batches per stage.
         per_call = max(MIN_MICRO_BATCHES, 4 * mesh.pipe.size)
         # While this list exists, the loss adds the sums of each micro-batch to it.
@@ -128,7 +131,7 @@ class RankScorer(LogLikelihoods):
             self._loss.sample_sums = None
         if mesh.model.rank or not samples:  # only the last stage computes losses
             return {}
-        return dict(zip(numbers, torch.stack(samples).tolist(), strict=True))
+        return dict(zip(batch_numbers, torch.stack(samples).tolist(), strict=True))
 
     def micro_batch(self, requests: Sequence[Request]) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
         """Return ((tokens, positions, document ids), (labels, loss mask)) as the task's `batch` does."""
@@ -136,9 +139,11 @@ class RankScorer(LogLikelihoods):
         length = self.max_length
         text = torch.zeros(batch_size, length + 1, dtype=torch.int64)
         loss_mask = torch.zeros(batch_size, length)
+        # Rows after the last request stay padding without targets.
         for row, (ids, num_targets) in enumerate(requests):
             text[row, : len(ids)] = torch.tensor(ids)
-            num_labels = len(ids) - 1  # the labels are the ids shifted by one
+            # The labels are the ids shifted by one, so 5 ids have 4 labels. With 2 targets, labels 2 and 3 count.
+            num_labels = len(ids) - 1
             loss_mask[row, num_labels - num_targets : num_labels] = 1
         positions = torch.arange(length).repeat(batch_size, 1).to(self._device)
         tokens = self._shard_tokens(text[:, :-1])
@@ -177,6 +182,7 @@ def _print_and_log(run: Run, tasks: TaskSet, scorer: RankScorer) -> None:
             limit = run.config.train.eval_tasks_limit
             results = evaluate_tasks(scorer, tasks.tasks, limit, tasks.folders, f"--eval-tasks {tasks.word}")
             metrics = {name: _metrics_of(row) for name, row in results.items()}
+            # lm-eval also lists groups of tasks, which may have no metric of their own.
             rows = {name: numbers for name, numbers in metrics.items() if numbers}
     except Exception as error:  # lm-eval and the data sets that it loads may raise errors of any class
         print_rank_0(

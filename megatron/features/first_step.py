@@ -41,7 +41,8 @@ class FirstStep(Feature):
         has_gradient: dict[str, bool] = {}
         for stage in gather_objects(self._has_gradient, mpu.get_mesh().pipe):
             for name, found in stage.items():
-                has_gradient[name] = has_gradient.get(name, False) or found
+                if found or name not in has_gradient:  # a stage without a gradient overrides no earlier one
+                    has_gradient[name] = found
         without_gradient = [name for name, found in has_gradient.items() if not found]
         if without_gradient:
             print_rank_0(

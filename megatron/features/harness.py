@@ -57,7 +57,8 @@ def continuation_request(tokenizer: Tokenizer, context: str, text: str, max_leng
     if len(context_ids) >= len(all_ids):
         context_ids = all_ids[:-1]
     targets = all_ids[len(context_ids) :]
-    context_ids = context_ids or [prefix_id(tokenizer)]
+    if not context_ids:  # the first target needs an id before it
+        context_ids = [prefix_id(tokenizer)]
     # One id more than the window, as the last target is no input. With a window of 3, context 1 2 3 and targets 4 5
     # give ids 2 3 4 5.
     ids = [*context_ids, *targets][-max_length - 1 :]

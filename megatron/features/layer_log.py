@@ -101,7 +101,7 @@ class LayerLog(Feature):
 
     def _record_activations(self, layer: Layer, call: Callable[[Any], Any], inputs: Any) -> Any:
         """Call a layer in place of the model, and add the squares of its output to the sums of the layer."""
-        if not (layer.repeated and self._model.training):
+        if not (layer.repeated and self._model.training):  # measure only transformer layers, in training
             return call(inputs)
         ids = inputs[_index_of_ids(layer)]
         context = mpu.context_axis()
@@ -112,7 +112,7 @@ class LayerLog(Feature):
         hidden = outputs[0].detach()  # [s, b, h]
         shard_text = text_tokens(ids, mpu.sequence_axis(), context)
         if shard_text is not None:
-            hidden = hidden[shard_text.mask]
+            hidden = hidden[shard_text.mask]  # [text tokens, h], as padding does not count
         square = squared_norm(hidden)
         index = self._layer_index[layer.name]
         # The row of sums of squares and the row of numbers of elements.
@@ -153,11 +153,12 @@ class LayerLog(Feature):
         norm: gradient norm of the model, infinite if the step was skipped.
         """
         weights, gradients, updates, activations, counts = sums.cpu()
-        total = math.sqrt(float(gradients.sum()))
-        # The optimizer may get scaled and clipped gradients, all by the same factor.
-        unscale = norm / total if total and math.isfinite(norm) else math.nan
+        # The optimizer may get scaled and clipped gradients, all by the same factor. `unscale` undoes this factor; NaN
+        # if it is not known.
+        optimizer_norm = math.sqrt(float(gradients.sum()))
+        unscale = norm / optimizer_norm if optimizer_norm and math.isfinite(norm) else math.nan
         logits = self._logits.cpu()
-        columns = (
+        columns = (  # in the order of METRICS, [layers] each
             weights.sqrt(),
             gradients.sqrt() * unscale,
             (updates / weights).sqrt(),
@@ -169,9 +170,9 @@ class LayerLog(Feature):
             metrics = {}
             for metric, value in zip(METRICS, row, strict=True):
                 metrics[metric] = value if math.isfinite(value) else None
-            if not count:
+            if not count:  # the layer has no activations, or only padding
                 del metrics["activation_rms"]
-            if row[-1] == -math.inf:  # no logit was seen
+            if row[-1] == -math.inf:  # the last column: no logit was seen
                 del metrics["attention_logit"]
             all_metrics[name] = metrics
         return all_metrics

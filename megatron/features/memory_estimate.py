@@ -121,7 +121,7 @@ def memory_advice(parameters: int, config: Config, precision: str, num_muon: int
     if precision in ("fp64", "fp32"):
         size = num_values * DTYPE_BYTES[precision]
     else:
-        size = 4 * num_values + 2 * parameters  # there is also a 16-bit copy of the weight
+        size = 4 * num_values + 2 * parameters  # fp32 master weight, gradient and moments, and the 16-bit weight
     return (
         f"weights, gradients and optimizer of the whole model take {size / 1e9:.3g} GB, sharded by "
         "--zero-stage, --model-parallel-size and --pipe-parallel-size; activations take the rest of the memory: lower "

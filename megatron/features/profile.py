@@ -42,12 +42,14 @@ class Profile(Feature):
         elif self._profiler is None and self._first <= iteration <= self._last:
             activities = [ProfilerActivity.CPU]
             if self._run.device.type != "cpu":
+                # Of the device, such as CUDA, besides those of the CPU.
                 activities += supported_activities() - {ProfilerActivity.CPU}  # type: ignore[no-untyped-call]
             self._profiler = profile(activities=activities, record_shapes=True, acc_events=True)
             self._profiler.start()
         else:
-            return
-        self._run.log.restart_timer()  # starting or writing a profile takes seconds, which are no time of the iteration
+            return  # profiling neither starts nor ends here
+        # Starting or writing a profile takes seconds, which are no time of the iteration.
+        self._run.log.restart_timer()
 
     def close(self, error: BaseException | None) -> None:
         if self._profiler is not None:

@@ -80,11 +80,12 @@ def token_nats(
     tokens = torch.tensor([ids], dtype=torch.int64, device=device)
     nats: list[float] = []
     for window in windows(len(ids), max_length, stride):
-        piece = tokens[:, window.start : window.end]
-        logits = logits_of(piece[:, :-1])[0].float()
+        piece = tokens[:, window.start : window.end]  # [1, s]
+        logits = logits_of(piece[:, :-1])[0].float()  # [s - 1, v]
         scores = torch.log_softmax(logits, dim=-1)
-        piece_nats = -scores.gather(1, piece[0, 1:, None])[:, 0]
-        first = window.first - window.start - 1  # entry 0 belongs to the token after `start`
+        piece_nats = -scores.gather(1, piece[0, 1:, None])[:, 0]  # [s - 1], for each token of the piece after its first
+        # If the window has tokens 2 to 5, and 4 and 5 are targets, the nats are those of 3, 4 and 5: skip one.
+        first = window.first - window.start - 1
         nats += piece_nats[first:].tolist()
     return nats
 
@@ -136,12 +137,13 @@ def read_cloze(path: str, tokenizer: Tokenizer, max_length: int) -> list[Request
             all_ids = tokenizer.encode(context + target)
         except JsonBoundError:
             raise
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError):  # no JSON, no such key, or a value that is no text
             raise ValueError(f'{where}: the line must have the form {{"context": "...", "target": "..."}}') from None
         num_targets = len(all_ids) - common_prefix_length(context_ids, all_ids)
         if not num_targets:
             raise ValueError(f"{where}: the target has no token of its own; lengthen the target")
         ids = [*tokenizer.before, *all_ids]
+        # A target must fit into the window, and follow at least one id, from which it is predicted.
         if num_targets > min(max_length, len(ids) - 1):
             raise ValueError(f"{where}: the target has {num_targets} tokens, but the context window has {max_length}")
         # One id more than the window, as the last target is no input.

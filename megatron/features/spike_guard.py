@@ -61,8 +61,9 @@ class Guard(Feature):
 
         run = self._run
         first = run.state.consumed_samples
-        samples = range(first, first + run.global_batch_size)
+        samples = range(first, first + run.global_batch_size)  # those of the coming step
         tokens = len(samples) * sum(run.sample_shape)
+        # A data stage is another blend of corpora, with other losses.
         begins_stage = any(begin in samples for begin in stage_begins(run.datasets[0]))
         # The gradient of a smaller batch has more noise, so its norm is higher in every step.
         if begins_stage or tokens < self._batch_tokens:

@@ -65,15 +65,16 @@ def slowest_rank(all_ranks: list[tuple[float, int]], iteration: float) -> Stragg
 
     all_ranks: (working time in seconds, pipeline stage) of each rank. iteration: duration of an iteration in seconds.
     """
-    peers: dict[int, list[float]] = defaultdict(list)
+    peer_times: dict[int, list[float]] = defaultdict(list)  # stage -> working times of its ranks
     for seconds, stage in all_ranks:
-        peers[stage].append(seconds)
+        peer_times[stage].append(seconds)
     # With one rank per stage, compare all ranks. Do not compare two stages: the slower one may just have more layers.
-    if len(all_ranks) == len(peers) > 2:
-        peers = dict.fromkeys(peers, [seconds for seconds, _ in all_ranks])
+    if len(all_ranks) == len(peer_times) > 2:
+        peer_times = dict.fromkeys(peer_times, [seconds for seconds, _ in all_ranks])
     slow = []
     for rank, (seconds, stage) in enumerate(all_ranks):
-        median = statistics.median_low(peers[stage])
+        # Of two peers, the lower median is the faster one. Compared with the mean, the slower one would seem less slow.
+        median = statistics.median_low(peer_times[stage])
         is_slow = seconds > MIN_FACTOR * median and seconds - median > MIN_SHARE * iteration
         if median > 0 and is_slow:  # peers that did not work have no factor
             slow.append(Straggler(rank, seconds / median))

@@ -25,8 +25,9 @@ Counts = defaultdict[str, list[int]]  # name -> [bytes, targets]
 
 
 def bytes_per_target(run: Run, part: str, samples: range) -> dict[str, float]:
-    """Return the mean bytes of a target of `train`, `valid` or `test`, under "", and of each named set or corpus.
+    """Return {name: mean bytes of a target}: "" for all of `part`, and each name of a data set or corpus.
 
+    part: `train`, `valid` or `test`.
     samples: numbers of the samples of each data set; of more than MAX_SAMPLES, the first ones are counted.
     The result is empty if there is no such data set, or if its samples have a form that is not known.
     """
@@ -34,7 +35,7 @@ def bytes_per_target(run: Run, part: str, samples: range) -> dict[str, float]:
     if dataset is None:
         return {}
     corpora = configured_corpora(run.config)
-    # A single data set has no name.
+    # A single data set has no name; its samples may name their corpora.
     named = dataset if isinstance(dataset, Mapping) else {None: dataset}
     counts: Counts = defaultdict(lambda: [0, 0])
     max_targets = MAX_TARGETS if len(samples) > MAX_SAMPLES else sys.maxsize
@@ -55,10 +56,11 @@ def corpus_bytes_per_target(run: Run, part: str, name: str) -> float | None:
         return None
     names = dict(zip(prefixes_of(data.paths), corpus_names(data.paths), strict=True))
     counts: Counts = defaultdict(lambda: [0, 0])
-    for each in getattr(dataset, "datasets", ()):
-        if names.get(getattr(each, "prefix", "")) == name:
+    for corpus in getattr(dataset, "datasets", ()):  # a blend has data sets, one for each corpus
+        prefix = getattr(corpus, "prefix", "")
+        if names.get(prefix) == name:
             with keep_random_state(run.device):
-                samples = _samples(each, range(sys.maxsize))
+                samples = _samples(corpus, range(sys.maxsize))  # as many as `_samples` permits
                 _count_samples(samples, name, [], run, counts, MAX_TARGETS_OF_CORPUS)
     size, targets = counts[name]
     return size / targets if targets else None
@@ -83,7 +85,7 @@ def _count_samples(
         corpus = name
         if corpus is None and CORPUS_KEY in sample:
             corpus = corpora[int(sample[CORPUS_KEY])]
-        # The key "" is the whole data set; the set has one key if the sample names no corpus.
+        # A sample counts for the whole data set, "", and for its corpus if it has one: {"", "wiki"} or only {""}.
         for key in {"", corpus or ""}:
             counts[key][0] += size
             counts[key][1] += targets

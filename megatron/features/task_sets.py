@@ -30,12 +30,13 @@ def read_tasks(config: Config, tokenizer: Tokenizer) -> list[TaskSet]:
     task_sets = [_read_word(word, config, tokenizer) for word in config.train.eval_tasks or ()]
     names: set[str] = set()
     for each in task_sets:
+        # The set of a cloze file has a name and no tasks, any other has the names of its lm-eval tasks.
         for name in (each.name, *each.tasks):
             if name in names:
                 raise ValueError(
                     f"--eval-tasks has two tasks {name}; name a cloze file with NAME=FILE, or leave one out"
                 )
-            if name:  # a set of lm-eval tasks has no name of its own
+            if name:  # all sets of lm-eval tasks have the name ""
                 names.add(name)
     return task_sets
 

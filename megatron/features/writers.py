@@ -75,6 +75,7 @@ def build_writers(config: Config, run_dir: Path, iteration: int) -> list[Writer]
         try:
             started.append(writer_class(config, run_dir, iteration))
         except Exception as error:  # packages raise errors of any type, e.g. for an unreachable server or a missing key
+            # The message on one line, or the type of an error without a message.
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(
                 f"{writer_class.name} cannot start: {reason}; pass --no-{writer_class.flag} to train without it"
@@ -264,7 +265,7 @@ class MLflow:
         # A run that begins again is another MLflow run, even in the same folder.
         if iteration and path.is_file():
             run_id = path.read_text(encoding="utf-8").strip()
-        run_name = None if run_id else run_dir.resolve().name
+        run_name = None if run_id else run_dir.resolve().name  # None keeps the name of a resumed MLflow run
         run = mlflow.start_run(run_id=run_id, run_name=run_name)
         if run_id is None:
             write_text(path, run.info.run_id + "\n")

@@ -38,7 +38,7 @@ class HeldPlaces(Feature):
         """
         lost = self._lost
         if is_rank_0():
-            lost = self._take_back() or lost
+            lost = self._take_back() or lost  # without a new loss, an earlier one still counts
         self._lost = broadcast_from_rank_0(lost)
         return self._lost
 
@@ -50,7 +50,7 @@ class HeldPlaces(Feature):
         what_happened = f"{lost[0].path.parent} was removed, renamed or replaced while this run used it"
         for lock in lost:
             reason = lock.take_back()
-            if reason:
+            if reason:  # this run cannot save, so it also gives up the locks that it has taken again
                 for lost_lock in lost:
                     lost_lock.release()
                 message = f"{what_happened}, and {lock.path.parent} {reason}: this run ends unsaved"

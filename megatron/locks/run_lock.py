@@ -69,7 +69,7 @@ def may_still_run(holder: Holder, path: Path) -> bool:
     """
     me = Holder.here()
     has_locks = advisory.is_held(path) is not None
-    if holder.host == me.host:
+    if holder.host == me.host:  # the lock would be seen here, unless the file system has no locks
         process = Path(f"/proc/{holder.pid}")
         return process.exists() and not has_locks
     if holder.job and holder.job == me.job:
@@ -141,9 +141,11 @@ class RunLock:
         while not self._try(override):
             if time.monotonic() > deadline:
                 holder = read_holder(self.path) or Holder()
-                advice = f"end it, or give another {self._flag}"
-                exceptions = "if its machine is down, or this folder is a copy"
-                raise self._in_use(holder, f"{advice}; {exceptions}, delete {self.path}")
+                advice = (
+                    f"end it, or give another {self._flag}; "
+                    f"if its machine is down, or this folder is a copy, delete {self.path}"
+                )
+                raise self._in_use(holder, advice)
             time.sleep(0.1)
 
     def _try(self, override: bool) -> bool:
@@ -152,6 +154,7 @@ class RunLock:
             file = advisory.open_locked(self.path)
         except BlockingIOError:
             return False
+        # The lock is free. A record means that a process crashed, or that its lock cannot be seen on this machine.
         holder = read_holder(self.path)
         if holder is not None:
             if not override and may_still_run(holder, self.path):
@@ -164,7 +167,7 @@ class RunLock:
         file.truncate(0)
         file.write(json.dumps(asdict(self._me)).encode())
         os.fsync(file)
-        return not self.is_lost()
+        return not self.is_lost()  # lost if the earlier holder has removed this file since it was opened
 
     def _in_use(self, holder: Holder, advice: str) -> RunLockedError:
         return RunLockedError(f"{self.path.parent} is in use by {holder}: {advice}")

@@ -67,12 +67,12 @@ def dropout_by_document(
         values = value_row.split(key_lengths, 1)
         outputs = []
         for piece, q, k, v in zip(row_pieces, queries, keys, values, strict=True):
-            keep_block = keep_row[:, piece.queries, piece.keys]
+            keep_block = keep_row[:, piece.queries, piece.keys]  # bool [n, queries, keys] of the block
             keep_factors = keep_block.to(query.dtype)
             visible = piece.visible(query.device)
             additive_mask = None if visible is None else to_additive_mask(visible, q.dtype)[0]  # without the batch
-            output = _attend(q, k, v, additive_mask, scale, keep_factors.mul)
-            outputs.append(output.mul_(1 / keep_prob))
+            output = _attend(q, k, v, additive_mask, scale, keep_factors.mul)  # weights x 0 or 1
+            outputs.append(output.mul_(1 / keep_prob))  # the other factor of dropout, which may follow the matmul
         rows.append(torch.cat(outputs, 1))
     return torch.stack(rows)
 

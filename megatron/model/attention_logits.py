@@ -26,6 +26,7 @@ def largest_logit(call: AttentionArgs, text: Tensor | None = None) -> Tensor:
         return _largest_of_block(call, text)
     views = call.mask
     key, value = gather_kv_without_grad(call.key, call.value, views.axis)
+    # This rank holds two slices of the sequence, each of which sees another range of keys.
     largest_by_slice = []
     text_slices = None if text is None else torch.split(text, views.slice_length, 1)
     for slice_index, query in enumerate(torch.split(call.query, views.slice_length, 2)):
@@ -48,13 +49,14 @@ def _largest_of_block(call: AttentionArgs, text: Tensor | None) -> Tensor:
     g, k = call.key.shape[1:3]
     key = call.key.detach().to(dtype).transpose(-1, -2).unsqueeze(2)  # [b, g, 1, d, k]
     maxima = []
+    # At least one query, even if its logits of all heads and keys are more than MAX_LOGITS.
     queries_at_once = min(max(MAX_LOGITS // max(b * n * k, 1), 1), MAX_QUERIES)
     for begin in range(0, q, queries_at_once):
         block = slice(begin, begin + queries_at_once)
         query = call.query.detach()[:, :, block].to(dtype)
         num_queries = query.shape[2]
         num_keys = begin + num_queries if is_causal else k  # later keys are hidden
-        # The n // g query heads of a group use the same key head.
+        # The n // g query heads of a group use the same key head: [b, g, n // g, queries, d] @ [b, g, 1, d, keys].
         by_group = query.reshape(b, g, n // g, -1, d)
         logits = (by_group @ key[..., :num_keys]).view(b, n, -1, num_keys)
         # Without a bias, only the maximum is scaled, below: one multiplication instead of one for each logit.

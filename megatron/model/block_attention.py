@@ -57,12 +57,12 @@ def _row_pieces(query: Tensor, key: Tensor, scope: Tensor | Pieces | None, causa
         return scope.items
     queries = slice(0, query.shape[2])
     keys = slice(0, key.shape[2])
-    if scope is not None:
-        scope = scope.expand(-1, -1, query.shape[2], -1)  # may have one row for all queries
+    if scope is not None:  # a mask, which may have one entry for all rows of the batch or for all queries
+        scope = scope.expand(len(query), -1, query.shape[2], -1)
     pieces = []
     for i in range(len(query)):
         row = slice(i, i + 1)
-        row_mask = scope if scope is None or len(scope) == 1 else scope[row]  # a mask of one row is that of all rows
+        row_mask = None if scope is None else scope[row]
         pieces.append(Piece(row, queries, keys, row_mask, causal))
     return pieces
 
@@ -74,13 +74,13 @@ def _blocks(piece: Piece, heads: int) -> Iterator[Piece]:
     """
     first = piece.queries.start
     keys = piece.keys
-    length = max(MAX_SCORES // (heads * (keys.stop - keys.start)), MIN_QUERIES)
+    length = max(MAX_SCORES // (heads * (keys.stop - keys.start)), MIN_QUERIES)  # queries of a block
     if piece.causal:
         length = min(length, MAX_CAUSAL_QUERIES)
     for begin in range(first, piece.queries.stop, length):
         end = min(begin + length, piece.queries.stop)
-        if piece.causal:
-            keys = slice(keys.start, piece.keys.start + end - first)
+        if piece.causal:  # the last query is number end - first of the piece, and sees as many keys
+            keys = slice(keys.start, keys.start + end - first)
         mask = None if piece.mask is None else piece.mask[:, :, begin - first : end - first]
         yield Piece(piece.row, slice(begin, end), keys, mask, piece.causal)
 
@@ -215,12 +215,13 @@ def _probabilities(block: Piece, query: Tensor, transposed_key: Tensor, bias: Te
         scores = torch.baddbmm(block_bias, query, transposed_key, alpha=scale)
     scores_by_head = scores.view(-1, queries, keys)
     # Adding minus infinity is faster than masked_fill_.
-    if block.causal:  # the last query sees all keys
+    if block.causal:  # the last query sees all keys, the one before all but one, and so on
         scores_by_head += torch.full((queries, keys), -torch.inf).triu_(keys - queries + 1)
     if block.mask is None:
         return torch.softmax(scores, -1)
     mask = block.mask[0]
     sees_any = mask.any(-1, keepdim=True)
+    # A query that sees no key stays unmasked here, because the softmax of minus infinities would be NaN.
     scores_by_head += torch.where(mask | ~sees_any, 0.0, -torch.inf)
     p = torch.softmax(scores, -1)
     p.view(scores_by_head.shape).mul_(sees_any)  # zeros for a query that sees no key, as in torch's kernel

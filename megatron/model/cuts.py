@@ -39,7 +39,8 @@ def listed_cuts(text: str, num_ranges: int, num_layers: int) -> list[int] | None
         cuts = [0]  # there is nothing to divide
     if len(cuts) == num_ranges:
         cuts.append(num_layers)
-    if len(cuts) != num_ranges + 1 or cuts[0] != 0 or cuts[-1] != num_layers or cuts != sorted(cuts):
+    covers_all_layers = cuts[0] == 0 and cuts[-1] == num_layers
+    if len(cuts) != num_ranges + 1 or not covers_all_layers or cuts != sorted(cuts):
         raise ConfigError(
             f"--partition-method {text} does not divide {num_layers} layers into {num_ranges} ranges: list the first "
             f"layer of each range, {num_ranges} ascending numbers from 0"

@@ -82,16 +82,17 @@ def dispatch_to_experts(x: Tensor, experts: Tensor, num_experts: int, apply_expe
 
 def _run_across_ranks(rows: Tensor, counts: Tensor, apply_experts: Apply, axis: mpu.Axis) -> Tensor:
     """Send rows [m, h], sorted by expert, to the ranks of their experts, apply these, and send the outputs back."""
+    # Each rank gets, from every rank, the numbers of rows for its own experts.
     received_counts = torch.empty_like(counts)
     dist.all_to_all_single(received_counts, counts, group=axis.group)
-    # [ranks, this rank's experts]: number of rows that each rank sends to each expert
-    received_counts = received_counts.view(axis.size, -1)
+    received_counts = received_counts.view(axis.size, -1)  # [ranks, this rank's experts]
     sent_counts = counts.view(axis.size, -1).sum(1)
     # Numbers of rows to and from each rank, copied to the host at once.
     sends, receives = torch.stack([sent_counts, received_counts.sum(1)]).tolist()
     rank_experts = torch.arange(received_counts.shape[1], device=received_counts.device)
     local_experts = rank_experts.repeat(axis.size)
-    # expert of each row that arrives; without the number of rows, the host would wait for the device again
+    # The expert of each row that arrives. With 2 ranks, 2 experts and received_counts [[1, 2], [0, 1]]: 0, 1, 1, 1.
+    # `output_size` saves a wait for the device.
     row_experts = local_experts.repeat_interleave(received_counts.flatten(), output_size=sum(receives))
     # The rows arrive sorted by rank, then by expert; the experts need them sorted by expert only.
     order, inverse = _sort_order(row_experts)

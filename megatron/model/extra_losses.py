@@ -96,9 +96,10 @@ def _evaluate_chunks(loss: "TokenLoss", logits: mpu.DeferredLogits, labels: Tens
     sums: dict[str, list[Tensor]] = defaultdict(list)
     for rows, chunk in logits.chunks():
         values, aux = _evaluate(loss, chunk.unsqueeze(1), tokens[:, rows])
-        values_by_chunk.append(values)
+        values_by_chunk.append(values)  # [1 or 2, 1, tokens of the chunk]
         for name, value in aux.items():
             sums[name].append(value)
+    # From [1 or 2, 1, s b] to [1 or 2, s, b] to [1 or 2, b, s].
     all_values = torch.cat(values_by_chunk, dim=2).view(-1, *labels_sb.shape).transpose(1, 2)
     return all_values, {name: torch.stack(chunk_sums).sum() for name, chunk_sums in sums.items()}
 
@@ -149,6 +150,7 @@ def scale_router_loss(losses: Tensor, targets: Tensor, mean_targets: Tensor | Ca
     if mean_targets is None:
         mean_targets = targets
     if targets.dim():  # a vector: the number of targets, then the number of text tokens of each stack
+        # A micro-batch with twice the mean number of text tokens counts twice. The minimum avoids 0 / 0.
         losses = losses * (targets[1:] / mean_targets[1:].clamp(min=1.0)).to(losses)
         mean_targets = mean_targets[0]
     return mean_targets.to(losses) * losses.sum()

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from megatron.config.fields import ConfigError
 from tds.schedule import BUILT_IN
 
-LAYOUT_KEYS = ("pp", "tp", "dp", "cp", "ep", "vpp", "zero", "sp", "schedule")  # the first seven take a number
+NUMBER_KEYS = ("pp", "tp", "dp", "cp", "ep", "vpp", "zero")
+LAYOUT_KEYS = (*NUMBER_KEYS, "sp", "schedule")
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Layout:
             "--pipe-parallel-size", str(self.pp), "--model-parallel-size", str(self.tp), *context_flags,
             sequence_flag, "--expert-parallel-size", str(self.ep), "--pipeline-schedule", self.schedule,
             "--virtual-pipeline-size", str(self.vpp), "--zero-stage", str(self.zero),
-            "--gas", str(micros // self.dp),
+            "--gas", str(micros // self.dp),  # micro-batches of each replica
         ]  # fmt: skip
 
 
@@ -72,18 +73,19 @@ def read_layout(text: str) -> Layout:
     for part in filter(None, map(str.strip, text.split(","))):
         name, _, value = part.partition(" ")
         value = value.strip()
+        minimum = 0 if name in ("pp", "zero") else 1  # pp 0: no pipeline; zero 0: no ZeRO
         if name == "sp" and not value:
             values["sp"] = True
         elif name == "schedule" and value in BUILT_IN:
             values["schedule"] = value
-        # The first seven keys take a number. Only pp (no pipeline) and zero (no ZeRO) may be 0.
-        elif name in LAYOUT_KEYS[:7] and value.isdecimal() and (int(value) or name in ("pp", "zero")):
+        elif name in NUMBER_KEYS and value.isdecimal() and int(value) >= minimum:
             values[name] = int(value)
         else:
             raise ConfigError(
                 f"layout {text!r}: cannot parse {part!r}; write pp, tp, dp, cp, ep, vpp or zero with a number, sp, or "
                 f"schedule with one of {', '.join(BUILT_IN)}, as in 'pp 2, tp 2, dp 2, zero 1'"
             )
+    # With several layer chunks per stage, `interleaved` is the default, because no other schedule supports them.
     if values.get("vpp", 1) != 1:
         values.setdefault("schedule", "interleaved")
     return Layout(**values)  # type: ignore[arg-type]

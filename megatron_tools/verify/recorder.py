@@ -4,6 +4,7 @@ Each rank writes one file, which contains only tensors and plain Python values. 
 the first step only. Hooks take each gradient from autograd, before any reduction over replicas.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -77,6 +78,8 @@ class Recorder:
         self._engine = engine.deepspeed
         self._model = engine.deepspeed.module
         mesh = mpu.get_mesh()
+        # pipe, data, model: this rank's index on each axis. share: (index, number of shares) of the samples that this
+        # rank gets. kinds: module name -> class name. specs: parameter name -> its sharding.
         self.record: dict[str, Any] = {
             "rank": dist.get_rank(),
             "pipe": mesh.pipe.rank,
@@ -92,7 +95,7 @@ class Recorder:
         }
         for layer_name, layer in named_layers(self._model):
             self.record["layers"].append(layer_name)
-            for inner_name, module in layer.named_modules():
+            for inner_name, module in layer.named_modules():  # the first one is the layer itself, with the name ""
                 name = f"{layer_name}.{inner_name}" if inner_name else layer_name
                 self.record["kinds"][name] = type(module).__name__
                 self._hooks += [
@@ -135,19 +138,23 @@ class Recorder:
             self.record["scale"] = deepspeed.loss_factor
             return
         original_loss = engine.loss
-        counts = Counter[str]()
+        # The engine computes one loss per micro-batch. Only the numbers in the first step are recorded, from 0 on.
+        numbers = itertools.count()
 
         def compute_loss(model: Any, batch: Any) -> Tensor:
-            counts["seen"] += 1
-            loss: Tensor = self._run_pass(counts["seen"] - 1, 0, lambda: original_loss(model, batch))
+            micro = next(numbers)
+            loss: Tensor = self._run_pass(micro, 0, lambda: original_loss(model, batch))
             return loss
 
         engine.loss = compute_loss
+        # The factor on gradients that makes up for averaging over replicas. The factor of `gas` micro-batches also has
+        # the factor `gas`, by which DeepSpeed divides the loss again.
         self.record["scale"] = engine.factor(1)
 
     def _run_pass(self, micro: int, chunk: int, run: Callable[[], Any]) -> Any:
         """Run a forward pass, and record its outputs if they are wanted; write the module in which it fails."""
-        # A backward pass that recomputes a module may end within it, so that the module's name stays in the list.
+        # A module that the last backward pass recomputed may still be in the list: recomputation stops, without calling
+        # `_leave_module`, as soon as it has the tensors that it needs.
         self._running_modules.clear()
         self._current_pass = None
         is_recorded_step = self._model.training and not self.losses  # the first step has no loss yet
@@ -158,8 +165,7 @@ class Recorder:
             return run()
         except Exception:
             if self._running_modules:
-                # The error left the module's forward, so the module is still in the list; its name helps to find the
-                # cause.
+                # An error skips `_leave_module`, so the last name in the list is the module that failed.
                 write_text(self.folder / f"stopped{dist.get_rank()}", self._running_modules[-1])
             raise
         finally:
@@ -242,7 +248,10 @@ def record_run(folder: Path, steps: int) -> Callable[[], None]:
     original_check = health_module.check_replicas
 
     def build_engine(*args: Any) -> Engine:
-        return Recorder(folder, steps, records_all_micros=dist.get_world_size() == 1).attach(original_build(*args))
+        # A run in one process is the reference. Other runs record the first micro-batch of each replica, and each of
+        # these is some micro-batch of the reference.
+        is_reference = dist.get_world_size() == 1
+        return Recorder(folder, steps, is_reference).attach(original_build(*args))
 
     def undo() -> None:
         setup_module.build_engine = original_build

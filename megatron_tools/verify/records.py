@@ -69,14 +69,15 @@ class Records:
         The list holds one joined tensor [full] per replica and stage for a parameter that is split over ranks, and one
         tensor per rank for any other parameter. Stages that hold a tied parameter but do not use it are left out.
         """
-        # Only a stage that uses a parameter computes a gradient for it. A name without any gradient is frozen.
+        # Only a stage that uses a parameter computes a gradient for it.
         used_names = set[str]()
         for rank in self.ranks:
             used_names.update(rank["gradients"])
         parts_by_copy: dict[tuple[str, int, int], list[tuple[Any, Tensor]]] = defaultdict(list)
         for rank in self.ranks:
             for name, value in rank["weights"].items():
-                if name in rank["gradients"] or name not in used_names:
+                is_frozen = name not in used_names
+                if is_frozen or name in rank["gradients"]:
                     part = (rank["specs"][name], value)
                     parts_by_copy[name, rank["pipe"], rank["data"]].append(part)
         joined: Tensors = defaultdict(list)
@@ -90,18 +91,19 @@ class Records:
         The list holds one joined tensor [full] for a parameter that is split over ranks, and one copy per
         model-parallel rank for any other parameter.
         """
+        # Parameter name -> model-parallel rank -> (sharding, sum so far).
         sums: dict[str, dict[int, Any]] = defaultdict(dict)
         for rank in sorted(self.ranks, key=itemgetter("model")):
             for name, value in rank["gradients"].items():
                 sums_by_rank = sums[name]
-                spec = rank["specs"][name]
                 model_rank = rank["model"]
                 # `scale` is the factor on the losses that makes up for averaging over replicas.
                 total = value / rank["scale"]
+                # Another replica, or another stage that uses this tied parameter, has added its gradient before.
                 if model_rank in sums_by_rank:
-                    spec, earlier = sums_by_rank[model_rank]
+                    _, earlier = sums_by_rank[model_rank]
                     total = earlier + total
-                sums_by_rank[model_rank] = (spec, total)
+                sums_by_rank[model_rank] = (rank["specs"][name], total)
         return {name: _join_shards(list(parts.values())) for name, parts in sums.items()}
 
     def unequal_weights(self) -> set[str]:
@@ -167,13 +169,13 @@ class Records:
             for output in rank["outputs"]:
                 outputs.append((output["chunk"], rank["pipe"], output))
         calls_by_rank: dict[tuple[int, str], dict[tuple[int, int], int]] = defaultdict(dict)
-        # Sort by chunk, then by stage: the order of the layers.
-        for chunk, pipe, output in sorted(outputs, key=lambda item: item[:2]):
+        # Sort by (chunk, stage), the order of the layers. Outputs of one chunk of a stage keep their order.
+        for chunk, pipe, output in sorted(outputs, key=itemgetter(0, 1)):
             micro = first_micro + output["micro"]
             call = output["call"]
             calls = calls_by_rank[micro, output["name"]]
-            # Count the calls on each stage. Those on earlier stages come before the calls on this one: after two calls
-            # on stage 0, the first call on stage 1 has the index 2.
+            # `calls` has the number of calls in each (chunk, stage) up to this one. Calls in earlier ones come
+            # before the calls here: after two calls on stage 0, the first call on stage 1 has the index 2.
             calls[chunk, pipe] = max(calls.get((chunk, pipe), 0), call + 1)
             earlier_calls = sum(calls.values()) - calls[chunk, pipe]
             key = OutputKey(micro, output["name"], earlier_calls + call, output["number"])
@@ -183,13 +185,14 @@ class Records:
 def _join_shards(parts: Sequence[tuple[Any, Tensor]]) -> list[Tensor]:
     """Return [the joined tensor] of a split parameter, or the ranks' copies of a replicated one.
 
-    parts: (sharding, value) on each model-parallel rank.
+    parts: (sharding, value) on each model-parallel rank. dim of the sharding is None if the parameter is replicated.
     """
     first_spec, value = parts[0]
     if first_spec["dim"] is None:
         return [value.reshape(spec["local"]) for spec, value in parts]
     whole = torch.zeros(first_spec["full"], dtype=value.dtype)
     for spec, value in parts:
+        # This rank holds rows `begin` to `end` of the whole. Padding rows may follow them, and are left out.
         dim, begin, end = spec["rows"]
         length = end - begin
         rows = value.reshape(spec["local"]).narrow(dim, 0, length)

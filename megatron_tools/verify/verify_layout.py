@@ -44,6 +44,7 @@ def train_in_layout(args: argparse.Namespace, layout: Layout, micros: int, folde
     if layout.ranks > 1:
         command += ["megatron_tools.launch", "--standalone", "--nproc-per-node", str(layout.ranks), "-m"]
     command += ["megatron_tools.verify.verify_rank", str(folder), str(args.steps), args.script, *flags]
+    # The ranks import the package from where this process has it, whatever their working directory is.
     python_path = [str(Path(megatron.__file__).parents[1]), os.environ.get("PYTHONPATH")]
     timeout = args.timeout or TIMEOUT
     env = {**os.environ, **NO_DEVICES, "PYTHONPATH": os.pathsep.join(filter(None, python_path))}
@@ -51,7 +52,7 @@ def train_in_layout(args: argparse.Namespace, layout: Layout, micros: int, folde
         process = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
         return f"did not finish within {timeout:g} s (--timeout)"
-    # Each rank writes its file after the last step, so the exit code does not matter.
+    # Each rank writes its file after the last step. If all files are there, an error at exit does not matter.
     if len(list(folder.glob("rank*.pt"))) == layout.ranks:
         return None
     return describe_failure(folder, process.returncode, process.stderr)
@@ -60,9 +61,11 @@ def train_in_layout(args: argparse.Namespace, layout: Layout, micros: int, folde
 def describe_failure(folder: Path, code: int, stderr: str) -> str:
     """Return why a run wrote no records and, if known, in which module it stopped."""
     lines = list(filter(str.strip, stderr.splitlines()))
-    # The first line that belongs to no traceback or warning often names the cause; the last one is the error itself.
+    # Show two lines, or one if they are equal: the first one that belongs to no traceback or warning, which often names
+    # the cause, and the last one, which is the error itself.
     messages = []
     for line in lines:
+        # torch logs warnings as "W0131 ...", W and the date, here January 31.
         if not line.startswith(("Traceback", " ", "warning", "W0", "W1")):
             messages.append(line)
             break
@@ -92,6 +95,7 @@ def compare_layouts(args: argparse.Namespace) -> bool:
             f"--reference {args.reference!r} needs {reference.ranks} ranks, but must need only one; use pp 0 or pp 1"
         )
     micros = args.micros or common_micros(layouts)
+    # These import torch, which takes seconds. Errors in the flags are reported before.
     from .compare import TOLERANCE, Comparison, Verdict, as_table
     from .records import Records
 
@@ -143,9 +147,10 @@ def refuse_layout_flags(flags: Sequence[str]) -> None:
 
 
 def refuse_ignored_arguments(args: argparse.Namespace) -> None:
-    """Raise ValueError for an argument that has no effect on the draws of --fuzz, or on the given case of --fuzz 1."""
+    """Raise ValueError for an argument that has no effect with --fuzz."""
     default_of = build_parser().get_default
     names = ["script", "reference", "steps", "precision", "tolerance", "keep_dropout"]
+    # With flags after --, nothing is drawn: these flags run in each of --layouts. Otherwise layouts are drawn, too.
     names += ["draw"] if args.flags else ["layouts", "micros"]
     ignored = []
     for name in names:
@@ -226,6 +231,7 @@ def cli() -> None:
     flags = argv[separator + 1 :]
     parser = build_parser()
     parser.set_defaults(flags=flags)
+    # Flags that this tool does not know are probably the script's, and -- is missing. `run` reports all other errors.
     _, unknown = parser.parse_known_args(own_arguments)
     unknown_flags = [word for word in unknown if word.startswith("--")]
     if unknown_flags and not flags:

@@ -42,12 +42,12 @@ class Beam:
         parents: list[int] = []
         new_tokens: list[int] = []
         sequences: list[list[int]] = []
-        for rank, (total, flat_index) in enumerate(zip(best_totals.tolist(), flat_indices.tolist(), strict=True)):
+        for place, (total, flat_index) in enumerate(zip(best_totals.tolist(), flat_indices.tolist(), strict=True)):
             # With v = 100, the flat index 205 is beam 2 followed by token 5.
             parent, token = divmod(flat_index, scores.shape[1])
             sequence = [*self.sequences[parent], token]
             if token in self.end_ids:
-                if rank < self.num_beams:
+                if place < self.num_beams:
                     self.results.append((total / length, sequence))
             elif len(sequences) < self.num_beams:
                 new_totals.append(total)
@@ -60,7 +60,8 @@ class Beam:
         self.new_tokens = torch.tensor(new_tokens)
         self.sequences = sequences
 
-        # Even the worst of enough finished texts scores at least as high as the best unfinished one at this length.
+        # Results and new beams are sorted, best first. The search is over if even the worst result (index -1) scores at
+        # least as high as the best unfinished text (index 0) at this length.
         cannot_improve = len(self.results) == self.num_beams and self.results[-1][0] >= new_totals[0] / length
         if length == self.max_new_tokens or cannot_improve:
             self.is_over = True

@@ -56,9 +56,10 @@ def page_contents(
 
     The probabilities are the model's own: neither the flags of sampling nor the form of a poem change them.
     """
-    # The tokens of the last step are not shown. Its logits are those of the complete texts.
+    # Each step yields logits and the tokens drawn from them. The page shows the logits first, so showing the complete
+    # texts takes one more step, whose tokens are never shown.
     extended_args = _with_values(args, max_new_tokens=args.max_new_tokens + 1)
-    rows: list[list[int]] = [[] for _ in range(args.num_samples)]
+    rows: list[list[int]] = [[] for _ in range(args.num_samples)]  # tokens of each sample so far
     bars: list[tuple[str, float]] = []
     for new_tokens, logits in writer.steps([question], extended_args, stepper):
         # The bars show the first sample; after its end they stay.

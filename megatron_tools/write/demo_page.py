@@ -102,9 +102,13 @@ def _add_settings(args: argparse.Namespace) -> list[Any]:
 def _click_handler(
     writer: Writer, args: argparse.Namespace, stream: Stream, num_inputs: int
 ) -> Callable[..., Iterator[Update]]:
-    """Return the function that gradio calls with `num_inputs` inputs and the settings, and that yields updates."""
+    """Return the function that gradio calls at a click, and that yields updates of the page.
+
+    stream: function of the tab that streams the content. num_inputs: number of inputs of the tab.
+    """
 
     def answer(*values: Any) -> Iterator[Update]:
+        # gradio passes the values of the tab's inputs, then those of the settings in the order of SETTING_TYPES.
         inputs = values[:num_inputs]
         settings = {}
         for (name, convert), value in zip(SETTING_TYPES.items(), values[num_inputs:], strict=True):

@@ -42,7 +42,7 @@ def load_subject(args: argparse.Namespace) -> Harness:
 
 
 def _build_subject(args: argparse.Namespace, hf_folder: HFModelFolder | None, path: Path) -> Harness:
-    """Return the model of the Hugging Face folder `hf_folder`, or of the checkpoint `path`."""
+    """Return the model of the Hugging Face folder `hf_folder`, or, if it is None, of the checkpoint `path`."""
     if args.ema and hf_folder:
         raise ValueError("--ema needs --load of a run with --ema-decay, not a Hugging Face folder")
     config = hf_folder.config if hf_folder else config_of_checkpoint(path)
@@ -64,7 +64,8 @@ def _build_subject(args: argparse.Namespace, hf_folder: HFModelFolder | None, pa
         load_weights(path, model, args.ema).check_tokenizer(tokenizer.fingerprint, vocab_file=vocab_file)
         # The model was trained on samples of --seq-length tokens, even if it has more positions.
         default_window = min(config.positions, config.data.seq_length)
-    # A text ends as in transformers with the exported model.
+    # A generated text ends at the ids that generation_config.json would name if this model were exported, so that it
+    # ends where the exported model ends it in transformers.
     chat = chat_format_of(config, tokenizer, vocab_file)
     generation_json = generation_settings({}, tokenizer, find_vocab_file(vocab_file), chat.end_id)
     device_here = device.current_device()
@@ -100,9 +101,10 @@ def load_hf_subject(args: argparse.Namespace) -> Harness:
             f"the tokenizer has {tokenizer.vocab_size} tokens, "
             f"more than the model's vocabulary of {text_config.vocab_size}"
         )
-    # Some models (BLOOM's, Mamba's) have no limit. lm-eval's window for them is 2,048 tokens. MPT has another name.
-    other_limit = getattr(text_config, "max_seq_len", args.window or 2048)
-    max_length = getattr(text_config, "max_position_embeddings", other_limit)
+    # The longest input is called `max_position_embeddings`, but `max_seq_len` in MPT. Models with neither (BLOOM's,
+    # Mamba's) have no limit, so any --window fits; their default is 2,048 tokens, as in lm-eval.
+    mpt_limit = getattr(text_config, "max_seq_len", args.window or 2048)
+    max_length = getattr(text_config, "max_position_embeddings", mpt_limit)
     window = _context_window(args, max_length, max_length)
     return Harness(
         lambda tokens: model(tokens).logits, tokenizer, window, device_here, model.generation_config.eos_token_id
@@ -155,13 +157,13 @@ def run_tasks(subject: Harness, args: argparse.Namespace) -> dict[str, Any]:
     results = evaluate_tasks(subject, args.tasks.split(","), args.limit, folders)
     for task, row in results.items():
         for name, value in row.items():
-            if isinstance(value, (int, float)):
+            if isinstance(value, (int, float)):  # not a text, such as the task's alias
                 metrics[f"{task} {name}"] = value
     return metrics
 
 
 def main(args: argparse.Namespace) -> None:
-    is_given = args.stride or args.json_key != "text" or args.encoding != "utf-8"
+    has_input_options = args.stride or args.json_key != "text" or args.encoding != "utf-8"  # other than default
     problems = problems_where(
         # Exactly one of the two may be given.
         (bool(args.load) == bool(args.hf), "give either --load (a run) or --hf (a Hugging Face folder)"),
@@ -172,7 +174,7 @@ def main(args: argparse.Namespace) -> None:
             sum(map(bool, (args.input, args.cloze, args.tasks))) != 1,
             "give one of --input (text to score), --cloze (questions) and --tasks (tasks of lm-eval)",
         ),
-        (is_given and not args.input, "--stride, --json-key and --encoding need --input"),
+        (has_input_options and not args.input, "--stride, --json-key and --encoding need --input"),
         (args.task_folder and not args.tasks, "--task-folder needs --tasks"),
         (args.limit and args.input, "--limit is for --cloze and --tasks; omit it with --input"),
     )
@@ -185,7 +187,9 @@ def main(args: argparse.Namespace) -> None:
     else:
         metrics = measure_cloze(subject, args)
     try:
-        if args.json:  # first, as the reader of the printed lines may end
+        # The file comes first, because printing fails if the reader of the output, such as `head`, has ended. If the
+        # file cannot be written, the results are printed nevertheless.
+        if args.json:
             write_text(args.json, json.dumps(metrics, indent=1))
     finally:
         for key, value in metrics.items():

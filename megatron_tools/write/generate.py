@@ -37,7 +37,8 @@ def load_writer(args: argparse.Namespace) -> Writer:
     """Load the model of --load with its tokenizer. Every rank must call this function."""
     if is_hf_folder(Path(args.load)):
         return _load_checkpoint(args, path=None)
-    # Several ranks could not agree to try again after one of them has lost its checkpoint.
+    # If another run deletes the checkpoint while it is read, a single process reads the newest again. Of several ranks,
+    # some may have read the checkpoint before, and they could not agree to try again.
     is_one_process = args.model_parallel_size == 1 and args.pipe_parallel_size <= 1
     return read_newest(args.load, partial(_load_checkpoint, args), may_retry=is_one_process)
 
@@ -76,6 +77,7 @@ def _load_checkpoint(args: argparse.Namespace, path: Path | None) -> Writer:
     elif path:
         load_weights(path, model, args.ema).check_tokenizer(tokenizer.fingerprint, vocab_file=vocab_file)
     model.to(device)
+    # A step reads one token of each beam or sample of a prompt. This number decides which weights are worth packing.
     pack_weights(model, args.num_beams or args.num_samples)
     return Writer(model, tokenizer, config, stages, prompt_encoder(args, config, tokenizer, vocab_file))
 
@@ -85,7 +87,7 @@ def _build_model(config: Config) -> tuple[GPT2Model | T5Model, Stages | None]:
     model_class: type[GPT2Model | T5Model] = T5Model if config.is_t5 else GPT2Model
     make_layers = t5_layers if config.is_t5 else gpt2_layers
     stages = None
-    own_layers = None
+    own_layers = None  # all layers
     if config.parallel.pipe_parallel_size > 1:
         stages = Stages(make_layers(config, vocab_size_of(config)))
         own_layers = stages.own_layers
@@ -115,14 +117,14 @@ def print_texts(writer: Writer, args: argparse.Namespace) -> None:
     batch_size = args.batch_size if args.input else 1
     for prompt, texts in write_all(writer, read_prompts(args), args, batch_size):
         if is_rank_0():
-            # A line of --json is an object with the text, and with --input also the fields of its prompt. A plain line
-            # of --input has no line breaks.
+            # With --input, a line also has the fields of its prompt (--json), or no line breaks.
             prompt_fields = as_json(prompt) if args.input else {}
             for text in texts:
-                line = text.replace("\n", " ") if args.input else text
                 if args.json:
-                    line = json.dumps({**prompt_fields, "text": text}, ensure_ascii=False)
-                print(line, flush=True)
+                    text = json.dumps({**prompt_fields, "text": text}, ensure_ascii=False)
+                elif args.input:
+                    text = text.replace("\n", " ")
+                print(text, flush=True)
         # --top-lift N adds a line with the N tokens whose probability most exceeds their share of the training text.
         if args.top_lift:
             line = writer.top_lift(writer.question(prompt), args.top_lift)
@@ -186,9 +188,10 @@ def check_sampling_flags(args: argparse.Namespace) -> None:
 
 def should_stream(args: argparse.Namespace, is_t5: bool) -> bool:
     """Return whether to print text while it is generated. Raises ValueError for flags that conflict with streaming."""
-    is_printed_whole = args.json or args.num_beams or is_t5  # such texts are printed when they are complete
+    # A JSON line, the best beam and a T5's filled prompt are known only when the text is complete.
+    is_printed_whole = args.json or args.num_beams or is_t5
     streams = args.stream or (args.interactive and not is_printed_whole)
-    is_unstreamable = is_printed_whole or args.num_samples > 1
+    is_unstreamable = is_printed_whole or args.num_samples > 1  # several texts would be mixed
     problems = problems_where(
         (args.top_lift and (args.json or streams), "--top-lift cannot be combined with --json or --stream"),
         (

@@ -62,7 +62,8 @@ class Stages:
         num_stages = self.group.size
         if len(block_indices) < num_stages:
             raise ValueError(f"--pipe-parallel-size {num_stages} exceeds the model's {len(block_indices)} layers")
-        # Blocks 1 to 5 of seven layers are cut for 2 stages before block 3: layers 0 to 2 and 3 to 6.
+        # Each stage gets about as many transformer blocks, and begins with one, except the first stage, which also has
+        # the layers before all blocks. If layers 1 to 5 of seven are blocks, 2 stages have layers 0 to 2 and 3 to 6.
         self.layer_ranges = []
         begin = 0
         for stage in range(1, num_stages):
@@ -77,15 +78,19 @@ class Stages:
         return self.layer_ranges[self.group.rank]
 
     def broadcast_from(self, stage: int, outputs: Tensors | Tensor) -> Any:
-        """Broadcast the outputs of `stage` to all stages."""
+        """Broadcast the outputs of `stage` to all stages.
+
+        outputs: on `stage` itself, what its layers returned; on other stages any tensors, which only name the device.
+        """
         source_rank = self.group.ranks[stage]
         group = self.group.group
         if group is None:
             return outputs
         is_source = stage == self.group.rank
         tensors = list(outputs) if isinstance(outputs, tuple) else [outputs]
+        # The other stages do not know what `stage` computed, so it sends shapes and dtypes first. They receive them in
+        # place of the None.
         header: list[Any] = [None]
-        # The other stages do not know what `stage` computed, so it sends shapes and dtypes first.
         if is_source:
             shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
             header = [(shapes, isinstance(outputs, tuple))]
@@ -129,7 +134,10 @@ class _Stepper:
         raise NotImplementedError
 
     def _run_on_stages(self, inputs: Tensors, seen: int, begin: int = 0, end: int | None = None) -> Tensors:
-        """Run the layers `begin` to `end`, with their caches, on new tokens that follow `seen` tokens."""
+        """Run the layers `begin` to `end` (None: to the last), with their caches, on new tokens after `seen` tokens.
+
+        Every stage gets the outputs of the last layer.
+        """
         if end is None:
             end = len(self.model.steps)
         if self.stages is None:
@@ -138,7 +146,7 @@ class _Stepper:
             first_layer = max(begin, stage_layers.start)
             end_layer = min(end, stage_layers.stop)
             if first_layer >= end_layer:
-                continue
+                continue  # this stage has none of these layers
             if stage == self.stages.group.rank:
                 inputs = _run_layers(self.model, inputs, self.caches, seen, first_layer, end_layer)
             inputs = self.stages.broadcast_from(stage, inputs)
@@ -173,15 +181,15 @@ class GPT2Stepper(_Stepper):
         """Return the logits [b, v] after the tokens `new`, which `self.tokens` already contains."""
         length = self.tokens.shape[1]
         num_dropped = max(length - self.positions, 0)  # tokens that have left the window
-        # The window has moved, so every token has another position and the cache is of no use.
         if num_dropped:
+            # The window has moved, so every token has another position and the cache is of no use.
             self.caches = _empty_caches(self.model)
             new = self.tokens[:, num_dropped:]
             length = self.positions
         seen = length - new.shape[1]
         positions = torch.arange(seen, length, device=new.device).expand_as(new)
-        documents = no_documents(new.device)
-        # A call without cached tokens reads the prompt, which may be bidirectional.
+        documents = no_documents(new.device)  # plain causal attention
+        # If no token is cached, `new` begins with what is left of the prompt. Its tokens may attend in both directions.
         if self.bidirectional_prompt and not seen:
             documents = prefix_document_ids(new, len(self.prompts[0]) - num_dropped)
         layer_outputs = self._run_on_stages((new, positions, documents), seen)
@@ -241,9 +249,11 @@ class T5Stepper(_Stepper):
         self.caches = _empty_caches(self.model)
         names = [layer.name for layer, _ in self.model.steps]
         self.decoder_start = names.index("decoder.embedding")
+        # The layers before the decoder's embedding are the encoder, which runs only once. Of its outputs, only the
+        # first is new, `encoded` [k, b, h]. It passes the decoder's tokens and the document ids of both through.
         no_docs = no_documents(device)
         inputs = (self.encoder_tokens, self.tokens, no_docs, no_docs)
-        self.encoded, *_ = self._run_on_stages(inputs, 0, end=self.decoder_start)
+        self.encoded, *_ = self._run_on_stages(inputs, seen=0, end=self.decoder_start)
         return self._logits(self.tokens)
 
     def _logits(self, new: Tensor) -> Tensor:
@@ -257,8 +267,9 @@ class T5Stepper(_Stepper):
 
 def _as_prompt_list(prompt: Prompts) -> list[Ids]:
     """Return one or more prompts as a list. Raises ValueError unless they have equal length."""
+    # [[5, 7], [5, 8]] are two prompts. [5, 7] is a single prompt, of ints, so the first line takes none of its items.
     rows = [list(row) for row in prompt if not isinstance(row, int)]
-    if not rows:  # the prompt is a single list of ids
+    if not rows:
         rows = [[id_ for id_ in prompt if isinstance(id_, int)]]
     if len(set(map(len, rows))) > 1:
         raise ValueError(f"prompts of one batch must have equal length, not {list(map(len, rows))} tokens")
@@ -308,9 +319,10 @@ def sample_steps(
     end_id: token, or tokens, that end a continuation. The first of them fills the rest of an ended continuation.
     seed: of the only prompt, or one for each prompt, so that its samples do not depend on the other prompts.
     """
-    logits = stepper.first(batch)
+    logits = stepper.first(batch)  # rows 0 to batch - 1 belong to the first prompt, and so on
     count = logits.shape[0]
-    seeds = [seed] * (count // batch) if isinstance(seed, int) else seed
+    num_prompts = count // batch
+    seeds = [seed] * num_prompts if isinstance(seed, int) else seed
     generators = [torch.Generator().manual_seed(prompt_seed) for prompt_seed in seeds]
     has_ended = torch.zeros(count, dtype=torch.bool)
     end_ids = torch.tensor(list_ends(end_id))
@@ -318,7 +330,7 @@ def sample_steps(
         device = logits.device
         # Random numbers are drawn on the CPU, where they are equal on all kinds of devices.
         logits = logits.float().cpu()
-        chosen = []
+        chosen = []  # the new tokens of each prompt's rows
         for prompt_logits, generator in zip(logits.chunk(len(generators)), generators, strict=True):
             chosen.append(sample_next_tokens(prompt_logits, sampling, generator))
         new_tokens = torch.where(has_ended, end_ids[0], torch.cat(chosen))
@@ -348,6 +360,7 @@ def collect(steps: Iterable[Step], end_id: EndId, on_tokens: Callable[[Ids], Non
             on_tokens(new_tokens.tolist())
     continuations = []
     for row in torch.stack(tokens_by_step, dim=1).tolist():
+        # With the end tokens 0 and 2, the row [7, 2, 2, 0] could be cut after 2 or 4 tokens: it becomes [7, 2].
         end_lengths = [row.index(end) + 1 for end in list_ends(end_id) if end in row]
         continuations.append(row[: min(end_lengths, default=len(row))])
     return continuations

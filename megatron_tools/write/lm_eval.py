@@ -49,6 +49,7 @@ class Harness(LogLikelihoods):
                 stop_words = [stop_words]
             stop_words = list(filter(None, stop_words))  # lm-eval ignores an empty stop word
             max_new_tokens = _max_new_tokens(options)
+            # A model needs at least one token to continue, also if the context is empty.
             ids = encode_with_start(self.tokenizer, context) or [prefix_id(self.tokenizer)]
             # Like lm-eval's own models, keep the last tokens that leave room for the longest answer. If an answer may
             # fill the whole window, which those models refuse, all tokens stay and the window slides.
@@ -63,6 +64,7 @@ class Harness(LogLikelihoods):
         new_ids: list[int] = []
         shown_ids: list[int] = []
         special_ids = self.tokenizer.specials.values()
+        # `ravel` makes a list of eos_token_id, which is an id, a list of ids, or None; no token equals None.
         end_ids = {self.tokenizer.eod, *np.ravel(self.eos_token_id)}
         while len(new_ids) < max_new_tokens:
             tokens = torch.tensor([[*ids, *new_ids][-self.max_length :]], dtype=torch.int64, device=self.device)
@@ -78,13 +80,13 @@ class Harness(LogLikelihoods):
                 break
         text = self.tokenizer.decode(shown_ids)
         for stop in stop_words:
-            text = text.split(stop)[0]
+            text = text.split(stop)[0]  # the part before the first `stop`
         return text
 
 
 def _max_new_tokens(options: Mapping[str, Any]) -> int:
     """Return the maximum number of new tokens. Raises ValueError for settings of other than greedy decoding."""
-    # A temperature alone makes lm-eval sample.
+    # If a task does not set do_sample, lm-eval samples at any temperature other than 0.
     if options.get("do_sample", options.get("temperature")):
         raise ValueError("this lm-eval task needs sampling, but only greedy decoding is supported")
     for key, value in options.items():
@@ -94,4 +96,4 @@ def _max_new_tokens(options: Mapping[str, Any]) -> int:
     for key in LENGTH_KEYS:
         if key in options:
             return int(options[key])
-    return 256
+    return 256  # lm-eval's default

@@ -82,11 +82,15 @@ class PoemStepper:
         return [token for token, text in enumerate(self.token_texts) if self._fits(text, position)]
 
     def _fits(self, text: str, position: int) -> bool:
+        """Return whether the form allows each character of a token's text, the first of them at `position`."""
         form_part = self.form[position : position + len(text)]
+        # The token has no text, or is longer than the rest of the form.
         if not text or len(form_part) < len(text):
             return False
         for character, expected in zip(text, form_part, strict=True):
-            fits = CHINESE_CHARACTER.fullmatch(character) if expected == ANY_CHARACTER else character == expected
-            if not fits:
+            if expected == ANY_CHARACTER:
+                if not CHINESE_CHARACTER.fullmatch(character):
+                    return False
+            elif character != expected:
                 return False
         return True

@@ -52,14 +52,14 @@ def check_prompt_flags(args: argparse.Namespace) -> None:
 
 def prompt_encoder(args: argparse.Namespace, config: Config, tokenizer: Tokenizer, vocab_file: str) -> PromptEncoder:
     """Return the encoder of prompts for this model. Raises ValueError for flags that the model does not support."""
-    if not config.is_t5:
-        template = _chat_template(args.chat_template, config, tokenizer, vocab_file) if args.chat else None
-        fim_marks = _fim_marks(args.fim_tokens, config, tokenizer)
-        return PromptEncoder(tokenizer, template, fim_marks, args.special_tokens)
-    for name in ("special_tokens", "chat", "suffix", "fim_tokens"):
-        if getattr(args, name) not in (None, False):
-            raise ValueError(f"--{name.replace('_', '-')} is not supported for a T5; omit it")
-    return PromptEncoder(tokenizer, continues_text=config.objective == "prefix-lm")
+    if config.is_t5:
+        for name in ("special_tokens", "chat", "suffix", "fim_tokens"):
+            if getattr(args, name) not in (None, False):  # the defaults of these flags
+                raise ValueError(f"--{name.replace('_', '-')} is not supported for a T5; omit it")
+        return PromptEncoder(tokenizer, continues_text=config.objective == "prefix-lm")
+    template = _chat_template(args.chat_template, config, tokenizer, vocab_file) if args.chat else None
+    fim_marks = _fim_marks(args.fim_tokens, config, tokenizer)
+    return PromptEncoder(tokenizer, template, fim_marks, args.special_tokens)
 
 
 def _chat_template(name: str | None, config: Config, tokenizer: Tokenizer, vocab_file: str) -> Template:
@@ -98,8 +98,9 @@ def _known_template(config: Config, tokenizer: Tokenizer, vocab_file: str) -> tu
 
 def _fim_marks(names: list[str] | None, config: Config, tokenizer: Tokenizer) -> FIMTokens | None:
     """Return the fill-in-the-middle tokens of --fim-tokens, else those of the run, or None."""
-    # A run with fim_rate puts bos inside, and with fim_spm_rate 1 always the suffix first. Other models do neither.
-    is_trained = bool(config.data.fim_rate)
+    # This project's training with --fim-rate puts bos after the first of these tokens, and with --fim-spm-rate 1 the
+    # suffix always before the prefix. Other models, such as those of Hugging Face folders, do neither.
+    is_own_format = bool(config.data.fim_rate)
     names = names or list(config.data.fim_tokens or ())
     if not names:
         return None
@@ -117,7 +118,7 @@ def _fim_marks(names: list[str] | None, config: Config, tokenizer: Tokenizer) ->
         )
     prefix, middle, suffix = ids
     return FIMTokens(
-        prefix, middle, suffix, bos_inside=is_trained, suffix_first=is_trained and config.data.fim_spm_rate == 1
+        prefix, middle, suffix, bos_inside=is_own_format, suffix_first=is_own_format and config.data.fim_spm_rate == 1
     )
 
 
@@ -157,7 +158,8 @@ def _as_prompt(text: str, chat: bool) -> Prompt:
 
 def _parse_input_line(line: str, chat: bool, where: str) -> Prompt:
     """Return the prompt in a line of --input: text, or JSON with "prompt", "text" or, with --chat, "messages"."""
-    if not re.match(r'\s*{\s*["}]', line):  # other text may begin with {, too
+    # A line that begins like a JSON object, with { and then " or }, must be one. Any other line is text, also "{a, b}".
+    if not re.match(r'\s*{\s*["}]', line):
         text = line.rstrip("\n")
         return _conversation(text, {}, where) if chat else text
     # The first of these keys that the line has gives the prompt.
@@ -168,11 +170,10 @@ def _parse_input_line(line: str, chat: bool, where: str) -> Prompt:
         wanted_keys = '"messages" or a "prompt"'
     try:
         content = parse_json(line, where, dict)
-    # Valid JSON that is too deep or repeats a key keeps its own message; for other errors, that below serves.
     except JsonBoundError:
-        raise
+        raise  # valid JSON that is too deep or repeats a key; the error says which
     except ValueError:
-        content = {}
+        content = {}  # not JSON; the error below says what a line must be
     values = [content[key] for key in keys if key in content]
     if not values:
         raise ValueError(f"{where} is not a JSON object with a {wanted_keys}")
@@ -195,6 +196,7 @@ def _conversation(messages: object, record: dict[str, Any], where: str) -> Promp
     messages: a list, or the text of a user message. record: the JSON object that has them.
     """
     try:
+        # These keys would be ignored, so they are refused. No template names `suffix`, so it is checked against "".
         refuse_unread_keys(record)
         refuse_unrendered({"suffix": record.get("suffix")}, "")
         if isinstance(messages, str):
@@ -211,4 +213,6 @@ def as_json(prompt: Prompt) -> dict[str, Any]:
     """Return the prompt as fields of the JSON line that is printed for each text with --input and --json."""
     if isinstance(prompt, Conversation):
         return {"messages": [message.as_dict() for message in prompt.messages]}
-    return {"prompt": prompt.prefix, "suffix": prompt.suffix} if isinstance(prompt, Infill) else {"prompt": prompt}
+    if isinstance(prompt, Infill):
+        return {"prompt": prompt.prefix, "suffix": prompt.suffix}
+    return {"prompt": prompt}

@@ -118,6 +118,7 @@ class PromptEncoder:
         end_id = turn_end(self.template, self.tokenizer)
         if end_id is None:
             end_id = eod
+        # Hide special tokens, and added tokens that the template uses to delimit turns, such as <|im_end|>.
         hidden_ids = set(self.tokenizer.specials.values())
         for name, token in self.tokenizer.marks.items():
             if self.template.delimiters.fullmatch(name):
@@ -131,6 +132,7 @@ class PromptEncoder:
         prefix_id, middle_id, suffix_id, bos_inside, suffix_first = self.fim_tokens
         tokenizer = self.tokenizer
         bos = list(tokenizer.start)
+        # The suffix comes after a special token (inside) and continues a text, so no space is prepended (after_text).
         suffix_tokens = tokenizer.encode_content(infill.suffix, inside=True, after_text=True)
         prefix_tokens = (
             tokenizer.encode_names(infill.prefix) if self.encodes_names else tokenizer.encode_content(infill.prefix)
@@ -159,8 +161,10 @@ def _t5_question(prompt: str, tokenizer: SentinelTokenizer, continues_text: bool
     if continues_text:
         # In the CPM convention an answer ends with the next sentinel: <s_1> for one continuation, which <s_0> begins.
         return Question(prompt, source, tokenizer.sentinels[1], shown_before)
-    # In training, the only label of a sample without masked spans is the second sentinel.
-    spans = max(sum(token in tokenizer.sentinels for token in source), 1)
+    # A prompt without masked spans counts as one with a single span: in training, the only label of such a sample is
+    # the second sentinel, too.
+    num_sentinels = sum(token in tokenizer.sentinels for token in source)
+    spans = max(num_sentinels, 1)
     if spans >= tokenizer.count:
         raise ValueError(f"the prompt has {spans} masked spans, but this model supports at most {tokenizer.count - 1}")
     # Three spans have the sentinels 0 to 2, so the answer ends with sentinel 3.
@@ -169,10 +173,10 @@ def _t5_question(prompt: str, tokenizer: SentinelTokenizer, continues_text: bool
 
 def decode_answer(tokenizer: Tokenizer, question: Question, ids: Sequence[int]) -> str:
     """Return the text of the answer's tokens `ids`, without a last character of which some bytes are still missing."""
-    # Leave out up to 3 tokens, because some tokenizers (Llama 2's) decode all byte tokens before such a character to
-    # U+FFFD, too.
-    for missing in range(4):
-        text = _decode_shown(tokenizer, question, ids[: len(ids) - missing])
+    # An incomplete character has up to 3 byte tokens, because UTF-8 uses at most 4 bytes per character. Leave these
+    # tokens out: with them, some tokenizers (Llama 2's) also decode all byte tokens before them to U+FFFD.
+    for num_left_out in range(4):
+        text = _decode_shown(tokenizer, question, ids[: len(ids) - num_left_out])
         if not text.endswith("\ufffd"):
             break
     return text.rstrip("\ufffd")

@@ -100,7 +100,8 @@ class Writer:
         stepper = self.stepper([question.tokens])
         tokenizer = self.tokenizer
         logits = stepper.first(1)
-        # The output of such a T5 begins with the first sentinel; the candidates are the tokens after it.
+        # If a T5 of this convention fills spans, its output begins with the first sentinel. The candidates are the
+        # tokens after it. In the CPM convention, the decoder's input already begins with this sentinel.
         if isinstance(tokenizer, SentinelTokenizer) and tokenizer.convention == "t5" and self._fills_spans(question):
             logits = stepper.next(torch.tensor([tokenizer.sentinels[0]], device=logits.device))
         probabilities = logits[0].double().softmax(-1).cpu()[: tokenizer.vocab_size]
@@ -108,12 +109,11 @@ class Writer:
         scores = probabilities
         counts = count_tokens(self.config.data.data_path, self.config.data.split, logits.shape[-1])
         if counts is not None:
-            # counts[0] is that of the training text. The 1 is the add-one smoothing.
-            token_counts = counts[0]
-            frequencies = torch.from_numpy(token_counts[: len(probabilities)] + 1) / (
-                token_counts.sum() + len(probabilities)
-            )
+            train_counts, _ = counts  # of the training and the validation text
+            smoothed = train_counts[: len(probabilities)] + 1  # add-one smoothing, so that no frequency is 0
+            frequencies = torch.from_numpy(smoothed) / (train_counts.sum() + len(probabilities))
             scores = torch.special.xlogy(probabilities, probabilities / frequencies)
+        # All tokens are candidates, except special tokens and a T5's sentinels.
         ordinary = torch.ones_like(scores, dtype=torch.bool)
         ordinary[[*tokenizer.specials.values(), *getattr(tokenizer, "sentinels", [])]] = False
         candidates = ordinary.nonzero().flatten()
@@ -137,9 +137,8 @@ class Writer:
         A chat and a T5 whose prompt has no masked spans answer.
         """
         tokenizer = self.tokenizer
-        # The slice is empty, and differs, if there are no ids.
-        if ids[-1:] == [question.end_id]:
-            ids = ids[:-1]
+        if ids and ids[-1] == question.end_id:
+            ids = ids[:-1]  # the end token is not printed
         if isinstance(tokenizer, SentinelTokenizer) and self._fills_spans(question):
             return fill_spans(str(question.prompt), tokenizer, ids)
         return question.text_before + decode_answer(tokenizer, question, ids) + question.text_after
@@ -187,9 +186,10 @@ def fill_spans(prompt: str, tokenizer: SentinelTokenizer, ids: Ids) -> str:
         if token in tokenizer.sentinels:
             sentinel = token
             ids_by_sentinel.setdefault(token, [])
-        elif sentinel is not None:
+        elif sentinel is not None:  # output before the first sentinel belongs to no span
             ids_by_sentinel[sentinel].append(token)
     filled_ids: Ids = []
     for token in tokenizer.encode(prompt):
+        # A token that is no sentinel, or a sentinel without output, stays in the text.
         filled_ids += ids_by_sentinel.get(token) or [token]
     return tokenizer.decode(filled_ids)
