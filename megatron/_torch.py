@@ -44,9 +44,11 @@ def writes_grad(weight: Tensor) -> bool:
     guard = getattr(torch._C, "_SetExcludeDispatchKeyGuard", None)
     if guard is None:
         return True
+    # torch excludes the dispatch key of autograd there, without which a leaf's node cannot be found. The guard with
+    # False includes the key again within this block.
     with torch.enable_grad(), guard(torch._C.DispatchKey.AutogradFunctionality, False):
-        node = get_gradient_edge(weight).node
-    return will_run(node, default=False)
+        node = get_gradient_edge(weight).node  # accumulates the gradient of `weight`
+    return will_run(node, default=False)  # False within torch.autograd.grad, which does not write to `.grad`
 
 
 def onednn_is_there() -> bool:
@@ -89,12 +91,12 @@ def onednn_matmuls() -> Iterator[None]:
     """
     settings: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     with _matmul_lock, torch.autocast("cpu", enabled=False):  # autocast would return bf16
-        given = settings.fp32_precision
+        previous = settings.fp32_precision
         settings.fp32_precision = "bf16"
         try:
             yield
         finally:
-            settings.fp32_precision = given
+            settings.fp32_precision = previous
 
 
 def emulates_matmul(dtype: torch.dtype) -> bool:
@@ -127,10 +129,13 @@ def scaled_matmul(x: Tensor, weight: Tensor, x_scales: Tensor, weight_scales: Te
 def softmax_backward(grad: Tensor, p: Tensor) -> Tensor:
     """Return the gradient of the input of p = softmax over the last dimension; grad and p have equal shape and dtype.
 
-    This launches one kernel. torch's public functions compute this gradient only through an autograd graph.
+    torch's kernel is launched once. torch's public functions compute this gradient only through an autograd graph.
     """
     kernel = getattr(torch.ops.aten, "_softmax_backward_data", None)
-    return kernel(grad, p, -1, p.dtype) if kernel else p * (grad - (grad * p).sum(-1, keepdim=True))
+    if kernel:
+        return kernel(grad, p, -1, p.dtype)  # type: ignore[no-any-return]  # -1: the last dimension
+    # The formula of the kernel, in several launches: dx_i = p_i * (g_i - sum over j of g_j p_j).
+    return p * (grad - (grad * p).sum(-1, keepdim=True))
 
 
 def has_flash_on_cpu() -> bool:
@@ -260,7 +265,8 @@ def can_use_triton() -> bool:
         from torch.utils._triton import has_triton
     except ImportError:
         return False
-    compilers = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
+    given_compiler = os.environ.get("CC")
+    compilers = [given_compiler] if given_compiler else ["gcc", "clang"]  # as in Triton's own search
     headers = Path(sysconfig.get_path("include"), "Python.h")
     return has_triton() and any(map(shutil.which, compilers)) and headers.is_file()
 
@@ -332,9 +338,9 @@ def never_restart_after(code: int) -> None:
         return
 
     def monitor(agent: Any, workers: Any) -> Any:
-        result = original(agent, workers)
+        result = original(agent, workers)  # result.failures: rank -> failure of a process that has exited with an error
         if any(failure.exitcode == code for failure in result.failures.values()):
-            agent._remaining_restarts = 0
+            agent._remaining_restarts = 0  # after a failure, the agent starts its processes anew only while this is > 0
         return result
 
     LocalElasticAgent._monitor_workers = monitor  # type: ignore[method-assign]

@@ -59,9 +59,9 @@ def remove(path: Path) -> None:
 def private_temp_folder(name: str) -> Path:
     """Return a private temporary folder of this user. Raises ValueError if other users could have put files there."""
     path = Path(tempfile.gettempdir()) / f"{name}-{os.getuid()}"
-    with contextlib.suppress(FileExistsError):
+    with contextlib.suppress(FileExistsError):  # the checks below refuse anything else than a private folder
         path.mkdir(mode=0o700)
-    status = path.lstat()
+    status = path.lstat()  # unlike stat, it does not follow a link, which another user could have put there
     if not stat.S_ISDIR(status.st_mode):
         raise ValueError(f"{path} is a link or a file, not a folder; remove it, or set TMPDIR to a private folder")
     if status.st_uid != os.getuid():
@@ -84,15 +84,16 @@ def atomic_file(path: str | Path, temporary: Path | None = None) -> Iterator[Pat
     """Yield a temporary path to write to; rename it to `path` afterwards, or delete it after an error.
 
     An OSError names `path`, not the temporary path.
+    temporary: temporary path to use; by default, one that only this process uses.
     """
-    if os.path.isdir(path):
+    if os.path.isdir(path):  # os.replace would refuse it, too, but only after the caller has written the file
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     temporary_path = temporary or temporary_name(Path(path))
     try:
         with name_in_errors(path):
             yield temporary_path
             os.replace(temporary_path, path)
-    except BaseException as error:
+    except BaseException as error:  # also after Ctrl-C, no temporary file may stay
         temporary_path.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename == str(temporary_path):
             error.filename = str(path)
@@ -123,10 +124,11 @@ def append_or_restore(path: Path, text: str) -> None:
 def write_text(path: str | Path, text: str, synced: bool = False, temporary: Path | None = None) -> None:
     """Write `text` to `path` atomically.
 
-    synced: flush the data to disk before the rename.
+    synced: flush the data to disk before the rename. temporary: see `atomic_file`.
     """
     with atomic_file(path, temporary) as temporary_path:
-        temporary_path.unlink(missing_ok=True)  # If this path were a link, opening it would write to the link's target.
+        # A crash may have left a file at this path. If it were a link, opening it would write to the link's target.
+        temporary_path.unlink(missing_ok=True)
         with open(temporary_path, "x", encoding="utf-8") as file:
             file.write(text)
             if synced:

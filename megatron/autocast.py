@@ -12,11 +12,11 @@ def in_autocast_dtype(*tensors: Tensor | None) -> Any:
 
     A custom backward pass runs outside of autocast, so all its factors must have the dtype of the forward pass.
     """
-    given = [tensor for tensor in tensors if tensor is not None]
-    device = given[0].device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    present = [tensor for tensor in tensors if tensor is not None]
+    device_type = present[0].device.type  # such as cuda; all tensors are on one device
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return tensors
-    dtype = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(device_type)
     return [None if tensor is None else tensor.to(dtype) for tensor in tensors]
 
 

@@ -34,9 +34,11 @@ class BackgroundCopy:
         """
         try:
             if zero_state.returns_copies(self._engine):
-                # The device may not have memory for all copies, so each one moves to the CPU at once.
+                # Each value is then a copy, made on the device when it is read. The deque below reads all values, for
+                # which the device may not have memory, so each copy moves to the CPU at once.
                 values = ((key, value.cpu()) for key, value in values)
-            remaining = deque(values)  # before the thread starts, because reading a value may be a collective
+            # The tensors still to be copied. They are read before the thread starts: reading one may be a collective.
+            remaining = deque(values)
             # The copies run on a stream of their own, beside the kernels of the training.
             stream = zero_state.side_stream(self._engine.device)
             self._copy_finished.clear()  # from now on, an optimizer step waits for the copy
@@ -64,6 +66,6 @@ class BackgroundCopy:
             on_failure(error)
             return
         finally:
-            remaining.clear()
-            self._copy_finished.set()
+            remaining.clear()  # after an error, free the tensors that are left
+            self._copy_finished.set()  # from now on, optimizer steps may change the weights
         write(copies)

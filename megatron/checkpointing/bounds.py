@@ -32,13 +32,15 @@ def refuse_absurd_sizes(values: Mapping[str, Any], shapes: Iterable[Sequence[int
     values: settings of the model. shapes: shapes of the stored tensors. settings_file: their file, for the message.
     """
     stored_shapes = list(shapes)
-    # The defaults are for a scalar, which has the empty shape, and for a checkpoint without tensors.
-    largest_dim = max((max(shape, default=0) for shape in stored_shapes), default=0)
+    largest_dim = 0
+    for shape in stored_shapes:
+        largest_dim = max([largest_dim, *shape])
     for key, value in values.items():
         if type(value) is not int:  # texts, fractions and flags are no sizes
             continue
         is_large_size = key in SIZE_KEYS and value > max(largest_dim, ACCEPTED_SIZE)
         is_large_count = key in EXPERT_KEYS and value > max(largest_dim, ACCEPTED_COUNT)
+        # A damaged file may hold a number with hundreds of digits, which would flood the message.
         shown = str(value) if value.bit_length() < 128 else f"a number of {value.bit_length()} bits"
         setting = f"{settings_file}: {key} is {shown}"
         if key in LAYER_KEYS and value > max(len(stored_shapes), ACCEPTED_COUNT):

@@ -22,7 +22,7 @@ class SavedBuffers:
     """
 
     def __init__(self, model: nn.Module, surveys: Sequence[Mapping[str, BufferCopy]]) -> None:
-        """Copy to the CPU the buffers that this rank saves.
+        """Copy to the CPU the buffers that this rank saves, and collect the warnings.
 
         surveys: the result of `megatron.ranks.buffers.fingerprint_buffers` on each rank.
         """
@@ -42,6 +42,7 @@ class SavedBuffers:
                 self.copies[f"{BUFFER}.{name}"] = stored.to("cpu", copy=True)
             self.warnings += _conflict_warnings(name, copies)
         for name, buffer in local_buffers.items():
+            # An empty buffer has no value that could be lost.
             if buffer.numel() and not is_savable(buffer):
                 self.warnings.append(
                     f"warning: the buffer {name} is {buffer.dtype}, which checkpoints cannot store: a resumed run "
@@ -104,6 +105,7 @@ def _conflict_warnings(name: str, copies: Sequence[BufferCopy]) -> Iterator[str]
     # Each set has the fingerprints along one axis of the grid of ranks; the other coordinates are fixed.
     replicas = {each.fingerprint for each in saved if each.model == 0}
     shards = {each.fingerprint for each in saved if each.data == 0}
+    # Stages that have not changed the buffer still hold its initial value, which is no conflict.
     stages = {each.fingerprint for each in copies if each.changed and each.data == 0 and each.model == 0}
     if name.startswith("loss_fn."):  # the last stage saves it, whatever other stages do with their copies
         stages.clear()

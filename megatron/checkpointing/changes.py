@@ -33,17 +33,17 @@ SETTINGS_OF_STEPS = {
 def restore_buffers(reader: CheckpointReader, model: nn.Module) -> None:
     """Load the persistent buffers, and print a warning for buffers that only the model or only the checkpoint has."""
     with raise_on_all_ranks():
-        loaded = load_buffers(reader, model)
+        own_names = load_buffers(reader, model)  # (names of loaded buffers, names that the checkpoint lacks)
     record_buffers(model)  # the next save then compares the buffers with the loaded values
-    model_buffers = set[str]()
+    loaded_buffers = set[str]()
     missing_buffers = set[str]()
-    for loaded_here, missing_here in gather_objects(loaded):
-        model_buffers |= loaded_here
+    for loaded_here, missing_here in gather_objects(own_names):
+        loaded_buffers |= loaded_here
         missing_buffers |= missing_here
     prefix = f"{BUFFER}."
     stored_buffers = {key.removeprefix(prefix) for key in reader.tensors if key.startswith(prefix)}
     _warn_about_buffers(reader, missing_buffers, "are not in this checkpoint and keep their initial values")
-    _warn_about_buffers(reader, stored_buffers - model_buffers, "are in this checkpoint, but not in the model")
+    _warn_about_buffers(reader, stored_buffers - loaded_buffers, "are in this checkpoint, but not in the model")
 
 
 def _warn_about_buffers(reader: CheckpointReader, buffers: set[str], problem: str) -> None:
@@ -90,7 +90,7 @@ def print_freezing_changes(reader: CheckpointReader, engine: Any) -> None:
     if frozen_before is None:  # an older checkpoint
         return
     frozen = sorted(name for name, trains in is_trained.items() if not trains and name not in frozen_before)
-    unfrozen = sorted(filter(is_trained.get, frozen_before))
+    unfrozen = sorted(name for name in frozen_before if is_trained.get(name))  # not a weight that the model has lost
     if frozen:
         print_rank_0(f"note: frozen from now on, but trained before this checkpoint: {shorten_list(frozen)}")
     if unfrozen:
@@ -101,6 +101,7 @@ def moments_to_load(reader: CheckpointReader, engine: Any) -> list[str]:
     """Return the names of the moments to load. The average of --ema-decay counts as one, if the run keeps it."""
     moments: list[str] = reader.optimizer["moments"]
     is_stored = AVERAGE in moments
+    # A checkpoint without any moments, such as one of imported weights, needs no note.
     if engine.weight_average and moments and not is_stored:
         print_rank_0(f"note: {reader.path} holds no average of the weights; --ema-decay begins one with its weights")
     if is_stored and not engine.weight_average:

@@ -47,10 +47,11 @@ def hash_samples(
     current_hash = extend_hash(initial_value, dataset, 0, samples)
     # Besides the present hash, those that earlier versions would have stored for these samples are accepted.
     is_known = state.sample_hash == current_hash or state.sample_hash in _old_hashes(config, dataset, samples)
+    # The hash can miss a changed --split, which makes no difference as long as nothing is consumed.
     if is_known and not (samples and split_selects_others(saved, config)):
         return current_hash
     problem = f"the {samples} samples consumed so far differ from what this data, --split and --seed produce"
-    if wanted.same_data:
+    if wanted.same_data:  # --override-data is not given
         change = describe_difference(saved, config, Consumed(samples, state.consumed_tokens))
         where = f" ({change})" if change else ""
         raise CheckpointError(f"{problem}{where}; pass --override-data to continue")
@@ -60,9 +61,10 @@ def hash_samples(
 
 
 def _old_hashes(config: Config, dataset: Any, samples: int) -> Iterator[int]:
-    """Yield the hashes of the first `samples` samples by which earlier versions would describe `dataset`.
+    """Yield the hashes that earlier versions, newest first, would have stored for the first `samples` samples.
 
-    The initial value was a hash of other fingerprints of the corpora, and before that 0.
+    Earlier versions identified a corpus by other fingerprints. Fingerprints entered the initial value, and the sample
+    ids of a run with data stages. Before that, the initial value was 0.
     """
     from megatron.data.staged import StagedDataset
 
@@ -71,7 +73,8 @@ def _old_hashes(config: Config, dataset: Any, samples: int) -> Iterator[int]:
         if isinstance(dataset, StagedDataset):
             old_dataset = dataset.with_former_ids(fingerprint)
         yield extend_hash(initial_hash(config, fingerprint), old_dataset, 0, samples)
-    yield extend_hash(0, old_dataset, 0, samples)  # these ids are those of the oldest fingerprint
+    # After the loop, `old_dataset` has the ids of the oldest fingerprint, as in the versions that began with 0.
+    yield extend_hash(0, old_dataset, 0, samples)
 
 
 def split_selects_others(saved: Config, config: Config) -> bool:
@@ -83,11 +86,10 @@ def split_selects_others(saved: Config, config: Config) -> bool:
     """
     if saved.data.split == config.data.split:
         return False
-    settings = (saved.data, config.data)
-    if not all(data.names_corpora for data in settings):
+    if not saved.data.names_corpora or not config.data.names_corpora:  # an entry script provides the data sets
         return False
-    # With paths of their own for training, validation and test, --split has no effect.
-    if any(isinstance(data.paths, dict) for data in settings):
+    # With paths of their own for training, validation and test (a dict), --split has no effect.
+    if isinstance(saved.data.paths, dict) or isinstance(config.data.paths, dict):
         return False
     from megatron.data.corpus_paths import prefixes_of
     from megatron.data.indexed_dataset import DatasetError, IndexedDataset
@@ -99,7 +101,7 @@ def split_selects_others(saved: Config, config: Config) -> bool:
     for prefix in prefixes_of(config.data.paths):
         try:
             documents = IndexedDataset(prefix).num_documents
-        except (DatasetError, OSError):  # no indexed dataset at this prefix
+        except (DatasetError, OSError):  # no indexed dataset, so the number of documents is unknown: compare the shares
             return saved_shares[0] != shares[0]
         if split_documents(saved_shares, documents)[0] != split_documents(shares, documents)[0]:
             return True

@@ -58,13 +58,14 @@ def _refuse_other_model(reader: CheckpointReader, saved: Config, config: Config,
     if saved_model["family"] is None or current_model["family"] is None:
         # A custom model has no known family, so do not compare families.
         saved_model["family"] = current_model["family"]
-    differences = describe_differences(saved_model, current_model)
-    # As after long-context extension, the models then differ only in rotary settings and window size.
     differing = [name for name in saved_model if saved_model[name] != current_model[name]]
+    # Fine-tuning for longer contexts changes only rotary settings and the window size.
     is_extension = all(name.startswith("rope_") or name == "sliding_window" for name in differing)
-    # A run that resumes from its own checkpoint ignores --finetune, so its model must stay the same.
-    if not differences or (is_extension and not wanted.position):
+    # `wanted.position` is False only in a run that starts with --finetune. A run that resumes from its own checkpoint
+    # ignores --finetune, so its model must stay the same.
+    if not differing or (is_extension and not wanted.position):
         return
+    differences = describe_differences(saved_model, current_model)
     advice = ""
     if is_extension and config.checkpoint.finetune:
         advice = "; --finetune has no effect on a run's own checkpoint, so give another --run-dir for a new run"

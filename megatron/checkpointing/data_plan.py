@@ -53,7 +53,8 @@ def with_consumed_data(config: Config, path: Path | None, wanted: Wanted, reads_
     changes = _Changes()
     with raise_on_all_ranks():
         if is_rank_0() and (reads_corpora or config.train.batch_size_schedule):
-            changes = _changes_by_checkpoint(path, config, not wanted.same_data, reads_corpora)
+            override = not wanted.same_data  # --override-data is given
+            changes = _changes_by_checkpoint(path, config, override, reads_corpora)
     stages, schedule, note = broadcast_from_rank_0(changes)
     if note:
         print_rank_0(f"note: {note}")
@@ -62,9 +63,10 @@ def with_consumed_data(config: Config, path: Path | None, wanted: Wanted, reads_
     if not stages:
         return config
     data = config.data
-    # Stages without --valid-data-path hold out documents of the first stage for validation; () prevents that.
-    is_separate = data.train_data_path is not None and data.valid_data_path is None and data.test_data_path is None
-    valid = () if is_separate else data.valid_data_path
+    # With --train-data-path alone, there is no validation data. The stages that replace it would hold out documents of
+    # the first stage for validation; () prevents that.
+    trains_on_all = data.train_data_path is not None and data.valid_data_path is None and data.test_data_path is None
+    valid = () if trains_on_all else data.valid_data_path
     return with_values(config, {"data_stages": (stages,), "train_data_path": None, "valid_data_path": valid})
 
 
@@ -76,17 +78,18 @@ def _changes_by_checkpoint(path: Path, config: Config, override: bool, reads_cor
     stages = note = ""
     if reads_corpora and consumed.samples and keeps_sample_order(saved, config):
         stages, note = join_stages(saved, config, consumed, override)
-    # Begins in tokens must be converted to samples here only if the run had another --seq-length before.
-    had_this_length = consumed.tokens in (0, consumed.samples * config.data.seq_length)  # as far as is known
+    # Begins in tokens must be converted to samples here only if the run had another --seq-length before. 0 tokens stand
+    # for an unknown number, as in checkpoints of other programs; the length then counts as unchanged.
+    had_this_length = consumed.tokens in (0, consumed.samples * config.data.seq_length)
     if _has_own_lengths(config) or had_this_length:
         return _Changes(stages, note=note)
-    if config.train.train_samples:
+    if config.train.train_samples:  # perhaps computed from --train-tokens, when the flags were parsed
         print_rank_0(
             f"note: {consumed.samples} samples have had {consumed.tokens} tokens, but --train-tokens and "
             f"--lr-decay-tokens count --seq-length {config.data.seq_length} for each; for T tokens in all, give "
             f"--train-samples {consumed.samples} + (T - {consumed.tokens}) / {config.data.seq_length}"
         )
-    if not stages and reads_corpora and config.data.data_stages:
+    if not stages and reads_corpora and config.data.data_stages:  # `join_stages` returns stages in samples
         stages = stages_as_json([_in_samples(stage, config, consumed) for stage in training_stages(config)])
     schedule = config.train.batch_size_schedule
     if schedule:
@@ -125,11 +128,12 @@ def join_stages(saved: Config, config: Config, consumed: Consumed, override: boo
     samples = consumed.samples
     saved_split = _split_at(plans.saved, samples)
     current_split = _split_at(plans.current, samples)
-    if any(map(_is_unreadable, saved_split.past)):
+    if any(map(_is_unreadable, saved_split.past)):  # --data-stages could not contain these stages: keep `config`
         return "", ""
     if saved_split.past == current_split.past:  # the stages of `config` agree with what has been consumed
-        changed = saved_split.future != current_split.future
-        return "", f"the data stages after sample {samples} are not those of the checkpoint" if changed else ""
+        if saved_split.future == current_split.future:
+            return "", ""
+        return "", f"the data stages after sample {samples} are not those of the checkpoint"
     if saved_split.future == current_split.future:  # what comes is the same, so continue the checkpoint's stages
         return stages_as_json(plans.saved), ""
     if not override:  # the comparison of the sample hashes refuses this start later
@@ -159,6 +163,7 @@ def _stage_plans(saved: Config, config: Config, consumed: Consumed) -> _StagePla
     saved_stages = [_in_samples(stage, saved, consumed) for stage in training_stages(saved)]
     canonical = _canonical_prefixes([*current, *saved_stages])  # the prefixes of `config` come first, so they win
 
+    # `canonical` has an entry for each prefix in the stages of both.
     def normalise(stages: Stages) -> Stages:
         return [stage.replace_prefixes(canonical.__getitem__) for stage in stages]
 
@@ -176,11 +181,12 @@ def _canonical_prefixes(stages: Stages) -> dict[str, str]:
         for stage in stages:
             members = prefixes_in([stage])
             if prefix in members:
-                taken.update(map(canonical.get, members))
-        # The first copy of a corpus, or one whose stages already use all names of the other copies, needs a new name.
+                taken.update(map(canonical.get, members))  # None stands for members that have no name yet
+        # Let b be a copy of a. If no stage reads both, the name a is free, and b gets it. If a stage reads both, a is
+        # taken, and b becomes a name of its own. The first copy always does, as `names` is empty.
         if taken.issuperset(names):
             names.append(prefix)
-        canonical[prefix] = next(name for name in names if name not in taken)
+        canonical[prefix] = next(name for name in names if name not in taken)  # the first free name
     return canonical
 
 

@@ -23,7 +23,7 @@ def discard_on_failure(temporary: Path) -> Iterator[None]:
 
     Raises SaveError if all failures are OSErrors (such as a full disk), else RunError.
     """
-    is_fatal = False  # whether this rank has failed for another reason than an OSError
+    is_fatal = False  # whether this rank has failed for another reason than an OSError; the RunError does not tell
     try:
         # If any rank fails with an OSError or a ValueError, `raise_on_all_ranks` raises a RunError on all ranks.
         with raise_on_all_ranks():
@@ -38,6 +38,7 @@ def discard_on_failure(temporary: Path) -> Iterator[None]:
         error_type = RunError if any(gather_objects(is_fatal)) else SaveError
         if is_rank_0():
             discard_checkpoint(temporary)
+        # The message names the final path: without the ending .tmp.
         raise error_type(
             f"could not save {temporary.with_suffix('')}: {error}; earlier checkpoints are unchanged"
         ) from None

@@ -19,11 +19,15 @@ def is_own(name: str) -> bool:
 
 
 def is_foreign(path: Path) -> bool:
-    """Return whether `path`, with the name of a checkpoint, is a link, a file, or a folder without any own file."""
+    """Return whether no save has written what is at `path`, which has the name of a checkpoint.
+
+    That is a link, a file, or a folder with files of which none is a checkpoint's.
+    """
     is_link = not isinstance(path, RemotePath) and path.is_symlink()  # object storage has no links
     if is_link or path.is_file():
         return True
     names = [each.name for each in path.glob("*")]
+    # An empty folder holds nothing to keep.
     return bool(names) and not any(map(is_own, names))
 
 

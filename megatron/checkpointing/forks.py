@@ -34,8 +34,9 @@ def without_abandoned(paths: Iterable[Path], forks: Forks) -> Iterator[Path]:
         return
     for path in paths:
         iteration = int(path.name[5:])  # the name is "iter_" and the iteration
-        # A checkpoint has the earlier forks of its run. After a fork at iteration 100, a checkpoint of iteration 200
-        # that has this fork belongs to the run. One without this fork was saved before the fork, and is abandoned.
+        # A checkpoint has the forks of its run from earlier iterations; fork[0] is the iteration. After a fork at
+        # iteration 100, a checkpoint of iteration 200 that has this fork belongs to the run. One without this fork was
+        # saved before the fork, and is abandoned.
         expected_forks = tuple(fork for fork in forks if fork[0] < iteration)
         if forks_of(path) in (None, expected_forks):  # None: a damaged checkpoint
             yield path

@@ -41,13 +41,14 @@ def restore_replaced(folder: Path) -> None:
         return
     final = folder / name
     old_save = old_save_path(final)
-    if not old_save.is_dir():
+    if not old_save.is_dir():  # no save of this iteration was being replaced
         return
-    old_sums = sums_file(old_save)
-    if not final.exists():  # the crash came before the new save got its name
+    if not final.exists():  # the crash came before the new save got its name, so the earlier one gets it back
         old_save.rename(final)
-    # The crash came before `latest` got the checksum of the new save.
-    elif old_sums.is_file() and SHA256.hash_file(old_sums) in (folder / "latest").read_text("utf-8", "replace"):
+        return
+    # The new save is complete. If `latest` still has the checksum of the earlier one, the crash came before the update.
+    old_sums = sums_file(old_save)
+    if old_sums.is_file() and SHA256.hash_file(old_sums) in (folder / "latest").read_text("utf-8", "replace"):
         point_latest_to(final)
 
 
@@ -62,16 +63,13 @@ def delete_leftovers(folder: Path) -> None:
                 if not (path / INDEX).is_file():
                     delete_checkpoint(path)
         return
+    from .foreign import delete_own_files, keep_foreign
+
     for leftover in [*folder.glob("iter_*.tmp"), *folder.glob(f"{PROBE_PREFIX}*"), folder / "latest.tmp"]:
         with contextlib.suppress(OSError):  # if the folder cannot be written, the first save reports it
-            # A link, a probe or latest.tmp is deleted as it is. Of iter_*.tmp, only what saves have written is deleted,
-            # and anything else is renamed.
-            if leftover.is_symlink() or not leftover.name.startswith("iter_"):
+            if leftover.is_symlink() or not leftover.name.startswith("iter_"):  # a link, a probe or latest.tmp
                 remove(leftover)
-                continue
-            from .foreign import delete_own_files, keep_foreign
-
-            if leftover.is_file():  # a save writes folders of such names only
+            elif leftover.is_file():  # no save has written it: a save writes only folders of such names
                 keep_foreign(leftover)
-            else:
+            else:  # of a half-written checkpoint, delete what a save has written, and rename the folder for the rest
                 delete_own_files(leftover)

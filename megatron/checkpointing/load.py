@@ -89,14 +89,14 @@ def _load_tensors(reader: CheckpointReader, engine: Any, wanted: Wanted) -> None
     for name, parameter in global_parameters(engine.module):
         keys.append((WEIGHT, name, parameter))
         for moment in zero_state.moments_of(engine, parameter, moments):
-            # The checkpoint has no moments of a parameter that was frozen or never had a gradient. Its average is the
-            # weight.
+            # The checkpoint has no moments of a parameter that was frozen or never had a gradient. `_read_shard` takes
+            # the weight as its average.
             if moment == AVERAGE or f"{moment}.{name}" in reader.tensors:
                 keys.append((moment, name, parameter))
     for kind, parameter, value in _read_and_broadcast(reader, keys, engine.device):
         if kind == WEIGHT:
             zero_state.set_weight(parameter, value)
-        else:
+        else:  # `kind` is the name of a moment
             zero_state.set_moment(engine, parameter, kind, value)
     if wanted.optimizer:
         zero_state.set_loss_scaler(engine, reader.optimizer["loss_scaler"])

@@ -42,9 +42,10 @@ def resume_advice(checkpoint: Path) -> str:
     """Return how to resume without an unreadable checkpoint: from the newest before it, else from the newest other."""
     folder = checkpoint.parent
     complete = complete_beside(checkpoint)
-    # Iterations have 7 digits with leading zeros; those from 10,000,000 on have longer names.
+    # Iterations have 7 digits with leading zeros. Those from 10,000,000 on have longer names, so lengths come first.
     limit = (len(checkpoint.name), checkpoint.name)
-    candidates = [name for name in complete if (len(name), name) < limit] or complete
+    earlier = [name for name in complete if (len(name), name) < limit]
+    candidates = earlier or complete
     if not candidates:
         return f"{folder} has no other checkpoint; restore it from a copy"
     return f"to resume from {candidates[-1]}, write its name into {folder / 'latest'}"
@@ -109,9 +110,10 @@ def save_folder_of(run_dir: Path) -> Path | None:
             return None
         old_run_dir = settings.get("log", {}).get("run_dir")
         if old_run_dir:
+            # `relocated` takes settings by name, and changes paths that point into the old run directory.
             saved = relocated({"save": saved}, old_run_dir, str(run_dir))["save"]
         return to_path(saved)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):  # there are no settings, or other ones than a run writes
         return None
 
 
@@ -124,6 +126,7 @@ def find_checkpoint(load: str) -> Path:
     base = to_path(load)
     if sums_file(base).is_file() or (base / INDEX).is_file():  # --load names the checkpoint itself
         return base
+    # `base` is a run directory with or without --save, or a folder of checkpoints. The first place with one counts.
     for folder in (save_folder_of(base), base / "checkpoints", base):
         path = latest_checkpoint(folder) if folder else None
         if path:

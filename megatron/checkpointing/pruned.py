@@ -35,7 +35,7 @@ def read_with_retry(
     try:
         return read(paths)
     except (CheckpointError, OSError):
-        deleted = next(filter(was_deleted, paths), None)
+        deleted = next(filter(was_deleted, paths), None)  # the first deleted checkpoint
         if deleted is None:  # the error has another cause
             raise
     if not may_retry:
@@ -43,11 +43,12 @@ def read_with_retry(
     print_rank_0(f"note: {deleted} {WAS_DELETED}; the newest checkpoint is read instead")
     try:
         paths = find_paths()
-    except CheckpointError:
+    except CheckpointError:  # for example, --load names the deleted checkpoint itself
         raise DeletedError(
             f"{deleted} {WAS_DELETED}; give a run directory or a checkpoint that the run keeps"
         ) from None
-    return read_with_retry(lambda: paths, read, may_retry=False)  # these paths have just been found
+    # Read the paths that have just been found. If one of them is deleted, too, this raises DeletedError.
+    return read_with_retry(lambda: paths, read, may_retry=False)
 
 
 def read_newest(load: str, read: Callable[[Path], T], may_retry: bool = True) -> T:

@@ -54,6 +54,7 @@ class CheckpointReader:
                 self._stored_keys[key] = average_key
         if not self._stored_keys:
             raise CheckpointError(f"{self.path} holds no average of the weights (--ema-decay); leave out --ema")
+        # The key of a weight then leads to the shape and the pieces of its average.
         self.tensors |= {key: self.tensors[stored] for key, stored in self._stored_keys.items()}
 
     def verify(self, rank: int = 0, ranks: int = 1) -> None:
@@ -66,8 +67,9 @@ class CheckpointReader:
         used = set[str]()
         for entry in self.tensors.values():
             used.update(piece["file"] for piece in entry["pieces"])
-        for name in sorted(used - self.sums.keys()):  # of several missing names, the error has the first one
-            raise unreadable_error(self.path / self._checksum.sums_name, f"is damaged: it does not list {name}")
+        missing = sorted(used - self.sums.keys())
+        if missing:
+            raise unreadable_error(self.path / self._checksum.sums_name, f"is damaged: it does not list {missing[0]}")
         for name in sorted(self.sums)[rank::ranks]:
             path = self.path / name
             if isinstance(path, RemotePath) and name.endswith(".safetensors"):
@@ -80,8 +82,7 @@ class CheckpointReader:
         if key not in self.tensors:
             raise CheckpointError(f"{self.path} holds no tensor {key!r}")
         entry = self.tensors[key]
-        split = entry["dim"]
-        if dim != split:  # read all pieces
+        if dim != entry["dim"]:  # each piece has a part of every row, so read all pieces
             return self.read_whole(key).narrow(dim, begin, end - begin)
         if begin == end:  # this rank holds only padding
             shape = list(entry["shape"])
@@ -100,6 +101,7 @@ class CheckpointReader:
                 parts.append(self._open_piece(key, piece)[index])
         if sum(part.shape[dim] for part in parts) != end - begin:
             raise CheckpointError(f"{self.path}: rows {begin} to {end} of {key!r} are incomplete")
+        # torch.cat would copy a single part.
         return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
 
     def read_whole(self, key: str) -> Tensor:
@@ -117,17 +119,17 @@ class CheckpointReader:
             self._open_files[name] = open_tensors(self.path / name)
         file = self._open_files[name]
         entry = self.tensors[key]
-        key = self._stored_keys.get(key, key)  # the key of the average, if it is read in place of the weight
+        stored_key = self._stored_keys.get(key, key)  # the key of the average, if it is read in place of the weight
         shape = list(entry["shape"])
         shape[entry["dim"]] = piece["end"] - piece["begin"]
-        if key not in file.keys():  # noqa: SIM118  # it is no dict
-            raise CheckpointError(f"{self.path / name} does not hold {key!r}")
-        part = file.get_slice(key)
-        is_moment = not key.startswith((f"{WEIGHT}.", f"{BUFFER}."))
+        if stored_key not in file.keys():  # noqa: SIM118  # it is no dict
+            raise CheckpointError(f"{self.path / name} does not hold {stored_key!r}")
+        part = file.get_slice(stored_key)
+        is_moment = not stored_key.startswith((f"{WEIGHT}.", f"{BUFFER}."))
         allowed_codes = FLOAT_CODES if is_moment else DTYPE_CODES
         if part.get_shape() != shape or part.get_dtype() not in allowed_codes.values():
             raise CheckpointError(
-                f"{self.path / name} holds {key!r} as {part.get_dtype()} {part.get_shape()}, but {INDEX} "
+                f"{self.path / name} holds {stored_key!r} as {part.get_dtype()} {part.get_shape()}, but {INDEX} "
                 f"requires a supported dtype and the shape {shape}"
             )
         return part
@@ -154,6 +156,7 @@ class CheckpointReader:
         advice: text to append to the error message.
         """
         current_file = vocab_file or "the given one"
+        # A checkpoint of imported or averaged weights may name no tokenizer.
         if fingerprint is not None and self.tokenizer and fingerprint != self.tokenizer:
             raise CheckpointError(
                 f"{self.path} was trained with another tokenizer (its SHA-256 is {self.tokenizer[:12]}, that of "
@@ -195,7 +198,7 @@ def plain_config(reader: CheckpointReader, model_parallel_size: int = 1, pipe_pa
         "model_parallel_size": model_parallel_size,
         "context_parallel_size": 1,
         "expert_parallel_size": 1,
-        "flash_attention_impl": None,
+        "flash_attention_impl": None,  # needs a package and a CUDA device, which a tool may not have
     }
     try:
         # HOME has all present settings; those that have been removed are ignored.

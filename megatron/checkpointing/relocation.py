@@ -40,15 +40,17 @@ def copy_tokenizer(vocab_file: str, home: Path) -> None:
     if folder.resolve() == source.resolve().parent:  # the run already uses the copy
         return
     if folder.exists() and not holds_only(source, folder):
-        with TemporaryDirectory(prefix="tokenizer.", suffix=".tmp", dir=home) as fresh:
-            copy_tokenizer(vocab_file, Path(fresh))
+        # Copy everything into an empty home first, so that a failure leaves the folder as it was.
+        with TemporaryDirectory(prefix="tokenizer.", suffix=".tmp", dir=home) as temporary_home:
+            copy_tokenizer(vocab_file, Path(temporary_home))
             remove(folder)
-            (Path(fresh) / TOKENIZER_FOLDER).rename(folder)
+            (Path(temporary_home) / TOKENIZER_FOLDER).rename(folder)
         return
     folder.mkdir(exist_ok=True)
-    for path in (source, *(map(source.with_name, COMPANION_FILES))):
+    for name in (source.name, *COMPANION_FILES):
+        path = source.with_name(name)
         if path.is_file():
-            copy_file(path, folder / path.name)
+            copy_file(path, folder / name)
     templates = sorted(source.with_name(MORE_TEMPLATES).glob("*.jinja"))
     if templates:
         (folder / MORE_TEMPLATES).mkdir(exist_ok=True)

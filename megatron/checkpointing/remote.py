@@ -43,7 +43,7 @@ class RemoteSlice:
         end = self._data_begin + end_row * row_bytes
         data = self._path.read_range(begin, end)
         tensor = torch.empty(0, dtype=dtype)
-        if data:
+        if data:  # torch.frombuffer refuses an empty buffer
             tensor = torch.frombuffer(bytearray(data), dtype=dtype)
         tensor = tensor.view(end_row - first_row, *shape[1:])
         return tensor[(slice(None), *other_slices)]  # its rows are already those of the slice
@@ -54,13 +54,13 @@ def _parse_header(header: bytes) -> dict[str, Any]:
     entries: dict[str, Any] = parse_json(header.decode("utf-8"), "its header", dict)
     entries.pop("__metadata__", None)
     for name, entry in entries.items():
-        is_valid = isinstance(entry, dict) and isinstance(entry.get("dtype"), str)
-        # An entry also has a shape, and begin and end of its bytes.
-        if (
-            not is_valid
-            or not is_list(entry.get("shape"), is_count)
-            or not is_list(entry.get("data_offsets"), is_count, 2)
-        ):
+        is_valid = (
+            isinstance(entry, dict)
+            and isinstance(entry.get("dtype"), str)
+            and is_list(entry.get("shape"), is_count)
+            and is_list(entry.get("data_offsets"), is_count, 2)  # begin and end of the tensor's bytes
+        )
+        if not is_valid:
             raise ValueError(f"its header is damaged: {brief(repr(name))} has no dtype, shape and data_offsets")
     return entries
 

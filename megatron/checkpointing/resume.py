@@ -62,7 +62,7 @@ def find_start(config: Config, save_dir: str) -> Start:
 
         check_shared(to_path(save_dir), config)
     load = config.checkpoint.load
-    path = None
+    path = None  # this run's own newest checkpoint; None at its first start
     with raise_on_all_ranks():  # Rank 0 alone looks, because a run that is training may replace `latest` meanwhile.
         if is_rank_0():
             restore_replaced(to_path(save_dir))
@@ -80,12 +80,12 @@ def find_start(config: Config, save_dir: str) -> Start:
         }
         ignored = " ".join(flag for flag, is_given in flags.items() if is_given)
         print_rank_0(f"{ignored}: ignored, as this run resumes from its own checkpoint {path}")
-    elif path is not None and config.checkpoint.finetune:
+    elif path is not None and config.checkpoint.finetune:  # --load is not ignored, so it names this run's own folder
         raise RunError(
             f"--finetune would start again from {path} at each restart, as --load {load} is the folder of this run "
             f"itself; pass another --save, or leave --finetune out to resume"
         )
-    elif load and path is None:
+    elif load and path is None:  # the first start
         path = _checkpoint_of_load(load, config, save_dir)
     return Start(path, wanted)
 
@@ -183,7 +183,8 @@ def _batch_schedule_note(saved: Config, config: Config, consumed: int) -> str | 
         return None
     ranks = dist.get_world_size()
     ahead = config.batch_schedule(ranks).after(consumed)
-    # The past may be given otherwise, in tokens or without the sizes that are over.
+    # Other words may give the same sizes from here on. For example, once 0:256 of "0:256 5000_samples:512" is over,
+    # "0:512" gives the same.
     if saved_schedule and schedule and saved.batch_schedule(ranks).after(consumed) == ahead:
         return None
     samples = ahead.sizes[0]

@@ -51,6 +51,7 @@ def _names_to_delete(
     own_branch = [path.name for path in without_abandoned(paths, forks)]
     protected = {latest, *own_branch[-keep_last:]}
     if keep_every and save_interval:
+        # A save that is due at a multiple of both intervals is permanent, even if skipped steps lower its number.
         protected.update(_saved_at_multiples(own_branch, math.lcm(keep_every, save_interval)))
 
     to_delete = []
@@ -80,7 +81,8 @@ def _saved_at_multiples(names: list[str], step: int) -> Iterator[str]:
     for name, next_name in pairwise(names):
         first = int(name[5:])  # without "iter_"
         end = int(next_name[5:])
-        if (end - 1) // step > (first - 1) // step:  # a multiple is in range(first, end)
+        # A multiple of `step` is in range(first, end): for step 10, first 8 and end 12, it is 10: 11 // 10 > 7 // 10.
+        if (end - 1) // step > (first - 1) // step:
             yield name
 
 

@@ -126,6 +126,7 @@ def _check_optimizer(optimizer: Any) -> None:
     for name in ("without_moments", "frozen"):
         names = optimizer.get(name, [])
         _require(is_list(names, _is_text), f"optimizer.{name}", "a list of names", names)
+    # Name of a weight -> its moments, such as {"a.weight": ["momentum_buffer"]}: at least one, and each one is known.
     moments_of = optimizer.get("moments_of", {})
     is_valid = is_object(moments_of, lambda names: bool(names) and is_list(names, lambda name: name in moments))
     _require(is_valid, "optimizer.moments_of", "an object of lists of names in optimizer.moments", moments_of)
@@ -150,11 +151,13 @@ def _check_moments(optimizer: Mapping[str, Any], tensors: Mapping[str, Any]) -> 
         name = key.removeprefix(prefix)
         expected = moments_of.get(name, moments)
         missing = [moment for moment in expected if f"{moment}.{name}" not in tensors]
-        # A weight may lack all its moments; older checkpoints do not list these weights.
-        is_allowed = len(missing) == len(expected) and (without_moments is None or name in without_moments)
+        # A weight may lack all its moments if it is listed. Older checkpoints have no such list (None).
+        lacks_all = len(missing) == len(expected)
+        is_allowed = lacks_all and (without_moments is None or name in without_moments)
         if missing and not is_allowed:
             raise SchemaError(f"tensors lacks {missing[0]}.{name}, but optimizer.moments lists {missing[0]}")
         has_first |= bool(moments) and f"{moments[0]}.{name}" in tensors
+    # Without the list, each weight alone may lack its moments, but not all weights together.
     if moments and without_moments is None and not has_first:
         raise SchemaError(f"optimizer.moments lists {', '.join(moments)}, but no weight has such a moment")
 

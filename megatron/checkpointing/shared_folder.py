@@ -30,6 +30,7 @@ def check_shared(folder: Path, config: Config) -> None:
     settings = config.checkpoint
     flag = "--save" if settings.save else "--run-dir"
     saves = settings.save_interval or settings.save_at_end or settings.exit_interval
+    # All ranks use the random name of rank 0, which writes the file; all get its error, None if there is none.
     probe = folder / broadcast_from_rank_0(f"{PROBE_PREFIX}{uuid.uuid4().hex}")
     write_error = broadcast_from_rank_0(_write_probe(probe) if is_rank_0() else None)
     if write_error and isinstance(folder, RemotePath):
@@ -40,11 +41,12 @@ def check_shared(folder: Path, config: Config) -> None:
     # One rank of each host looks for the file, except on the host of rank 0.
     takes_part = os.environ.get("LOCAL_RANK", "0") == "0" and not is_rank_0()
     try:
-        problems = gather_objects(_find_problem(probe, flag) if takes_part else None)
-    finally:
+        own_problem = _find_problem(probe, flag) if takes_part else None
+        problems = gather_objects(own_problem)
+    finally:  # after the collective, so all ranks have looked for the file
         if is_rank_0():
             _delete_probe(probe)
-    problem = next(filter(None, problems), None)
+    problem = next(filter(None, problems), None)  # that of the lowest rank with a problem
     if problem and saves:
         raise RunError(problem)
     if problem:

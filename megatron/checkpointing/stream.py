@@ -89,11 +89,12 @@ class StreamWriter:
         self._write_block(struct.pack("<Q", len(header_bytes)) + header_bytes)  # <Q: 8 bytes, little-endian
 
     def _write_block(self, block: bytes | memoryview) -> None:
+        """Write and hash a block, and let the disk begin to write what the file has so far."""
         # Hash in parallel with writing.
         hashed = self._hasher.submit(self._digest.update, block)
         self._file.write(block)
-        hashed.result()
-        if self._synced.done():
+        hashed.result()  # the hash needs the blocks in order, and the memory of `block` may change after this call
+        if self._synced.done():  # else the disk is still busy with earlier blocks; the next flush includes this one
             self._synced.result()  # raises its OSError, which a later fdatasync would not report again
             self._synced = self._syncer.submit(os.fdatasync, self._file.fileno())  # the disk writes in the background
 

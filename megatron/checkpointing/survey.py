@@ -54,10 +54,11 @@ def common_checksum(facts: Sequence[RankFacts]) -> Checksum:
 def gather_on_rank_0(report: Report) -> list[Report]:
     """Return the reports of all ranks on rank 0, which writes checkpoint.json, and an empty list on other ranks."""
     world = dist.get_world_size() if dist.is_initialized() else 1
-    reports = [report] * world if is_rank_0() else []  # the places that gather_object() fills on rank 0
+    # On rank 0, gather_object() replaces the items of this list. On other ranks, it requires None.
+    reports = [report] * world if is_rank_0() else None
     if world > 1:
-        dist.gather_object(report, reports or None)  # which requires None on other ranks
-    return reports
+        dist.gather_object(report, reports)
+    return reports or []
 
 
 def differing_steps(engine: Any, parts: list[Part], common_step: int) -> dict[str, int]:
@@ -89,9 +90,11 @@ def add_moment_lists(entry: dict[str, Any], files: Sequence[Mapping[str, Any]], 
         if kind != WEIGHT:
             continue
         stored_moments = [moment for moment in moments if f"{moment}.{name}" in tensors]
-        if 0 < len(stored_moments) < len(moments):  # as with Muon
+        # As with Muon, which has momentum_buffer for some weights, and exp_avg and exp_avg_sq for the others.
+        if 0 < len(stored_moments) < len(moments):
             partial_moments[name] = stored_moments
-        if moments and set(stored_moments) <= {AVERAGE}:  # no moment of the optimizer is stored
+        # None of the optimizer's own moments is stored. Before the first step, `moments` is empty: nothing is missing.
+        if moments and set(stored_moments) <= {AVERAGE}:
             without_moments.append(name)
     frozen = set[str]()
     for file in files:

@@ -35,9 +35,9 @@ def check_complete(
 
             # The header of the file must list the piece with its shape, such as [4, h] for rows 4 to 8.
             name = piece["file"]
-            if name not in shapes_of_files:
+            if name not in shapes_of_files:  # the header of each file is read once
                 file = open_tensors(folder / name)
-                shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118  # no dict
+                shapes = {each: file.get_slice(each).get_shape() for each in file.keys()}  # noqa: SIM118  # no dict
                 shapes_of_files[name] = shapes
             piece_shape = list(entry["shape"])
             piece_shape[dim] = piece["end"] - piece["begin"]

@@ -136,8 +136,8 @@ class BatchSchedule(NamedTuple):
         for size, end in itertools.zip_longest(ahead.sizes, ahead.starts[1:]):
             count = sys.maxsize
             if end is not None:
-                # -(-a // b) rounds up: an iteration that begins before `end` keeps its size. It may pass a whole later
-                # range, which then has no iterations.
+                # -(-a // b) rounds up: -(-(10 - 0) // 4) is 3. An iteration that begins before `end` keeps its size. It
+                # may even pass the end of a later range: then `first` exceeds `end`, and that range has 0 iterations.
                 count = max(-(-(end - first) // size), 0)
             yield first, size, count
             first += count * size
@@ -168,6 +168,6 @@ def schedule_in_samples(text: str, sample_tokens: int, consumed: Consumed) -> st
             start = math.floor(consumed.sample_at(start, sample_tokens))
         sizes[start] = entry.size  # of starts in the past that fall on one sample, the last one counts
     words = []
-    for start, size in sizes.items():
+    for start, size in sizes.items():  # a start of 0 needs no unit
         words.append(f"{start}_samples:{size}" if start else f"0:{size}")
     return " ".join(words)

@@ -48,8 +48,9 @@ def _import_torch() -> None:
 
 def print_help_if_asked(family: str | None = None) -> None:
     """Print help on the settings of `family` and exit if the command line has -h or --help, perhaps with a topic."""
+    # `--help optim` gives the topic "optim", and a --help at the end of the line the topic None.
     topics = [after for word, after in pairwise([*sys.argv[1:], None]) if word in ("-h", "--help")]
-    if not topics:
+    if not topics:  # no help is asked for
         return
     from .help import help_text
 
@@ -85,7 +86,8 @@ def main() -> None:
     with exit_on_config_error(f"pretrain_{family}.py"):
         config = parse(argv, DEFAULTS[family], int(ranks))
         config.parallel.data_parallel_size(int(ranks))  # raises if this number of ranks cannot be divided
-        if (path := config.train.deepspeed_config) and not Path(path).is_file():
+        path = config.train.deepspeed_config
+        if path and not Path(path).is_file():
             raise ConfigError(f"--deepspeed-config {path}: there is no such file")
 
 

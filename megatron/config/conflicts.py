@@ -47,10 +47,14 @@ def conflicts(config: "Config") -> Iterator[str]:
 
 
 def _recomputation_conflicts(config: "Config") -> Iterator[str]:
+    """Yield an error text for each pair of settings that would recompute or move the same activations.
+
+    A schedule that splits the backward pass excludes recomputation, too.
+    """
     m = config.model
     p = config.parallel
     recomputes_layers = p.checkpoint_activations
-    # A schedule that splits the backward pass computes gradients of weights in passes of their own.
+    # Then the gradients of inputs and of weights are computed in two passes, and each of them needs the activations.
     splits_backward = p.splits_backward(config.train.gas)
     schedule = f"--pipeline-schedule {p.pipeline_schedule}"
     yield from problems_where(
@@ -126,24 +130,24 @@ def _wsd_conflicts(config: "Config") -> Iterator[str]:
     o = config.optim
     if o.lr_decay_style != "wsd":
         return
-    # The unit, the ending of the flags that have it, and the flag of the other unit.
+    # --lr-wsd-decay-* must have the unit of the schedule. `misplaced` is the value of the flag with the other unit.
     if config.lr_decay_samples is None:
         unit = "iterations"
         ending = "iters"
         total = config.lr_decay_iters
         decay = o.lr_wsd_decay_iters
         other_flag = "--lr-wsd-decay-samples"
-        unused = o.lr_wsd_decay_samples
+        misplaced = o.lr_wsd_decay_samples
     else:
         unit = "samples"
         ending = "samples"
         total = config.lr_decay_samples
         decay = o.lr_wsd_decay_samples
         other_flag = "--lr-wsd-decay-iters"
-        unused = o.lr_wsd_decay_iters
+        misplaced = o.lr_wsd_decay_iters
     warmup = floor_share(o.warmup, total)
-    if unused is not None:
-        yield f"{other_flag} {unused}: the learning rate follows {unit} here; give --lr-wsd-decay-{ending} instead"
+    if misplaced is not None:
+        yield f"{other_flag} {misplaced}: the learning rate follows {unit} here; give --lr-wsd-decay-{ending} instead"
     if decay is not None and warmup + decay > total:
         yield (
             f"--lr-wsd-decay-{ending} {decay} after {warmup} {unit} of --warmup is more than the {total} of "
@@ -208,6 +212,7 @@ def _prefix_lm_conflicts(config: "Config") -> Iterator[str]:
 
 
 def _objective_option_conflicts(config: "Config") -> Iterator[str]:
+    """Yield an error text for each option of one objective that is given with another, or that lacks its partner."""
     d = config.data
     objective = config.objective
     has_fim_options = d.fim_tokens is not None or d.fim_spm_rate != 0.5  # 0.5 is the default
@@ -217,6 +222,7 @@ def _objective_option_conflicts(config: "Config") -> Iterator[str]:
             f"--fim-rate rearranges running text, which --objective {objective} does not read: leave it out",
         ),
         (
+            # The three names must differ; None, if they are not given, counts as no name.
             d.fim_rate and len(set(d.fim_tokens or ())) != 3,
             "--fim-rate needs --fim-tokens PREFIX MIDDLE SUFFIX, the names of three special tokens",
         ),
@@ -258,6 +264,7 @@ def _expert_conflicts(config: "Config") -> Iterator[str]:
 
 
 def _object_storage_conflicts(config: "Config") -> Iterator[str]:
+    """Yield an error text if --run-dir is in object storage, or is missing although --save is there."""
     save = config.checkpoint.save
     run_dir = config.log.run_dir
     if run_dir is not None and is_url(run_dir):

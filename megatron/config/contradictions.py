@@ -28,7 +28,8 @@ def _tensor_parallel_problems(config: "Config") -> Iterator[str]:
     """Yield an error text for each size that cannot be split over the model-parallel ranks."""
     m = config.model
     ranks = config.parallel.model_parallel_size
-    heads = m.key_value_heads  # if there are fewer key/value heads than ranks, several ranks share one
+    # With 4 ranks, each rank has 2 of 8 key/value heads, and 2 ranks share each of 2 heads. 3 heads cannot be split.
+    heads = m.key_value_heads
     split = f"cannot be split over --model-parallel-size {ranks}"
     yield from problems_where(
         (m.num_attention_heads % ranks, f"--num-attention-heads {m.num_attention_heads} {split}"),
@@ -59,7 +60,7 @@ def _other_family_problems(config: "Config") -> Iterator[str]:
     ignored = []
     readers: tuple[str, ...] = ()
     for section, _, f in settings():
-        families = f.metadata["family"]
+        families = f.metadata["family"]  # of models that read the setting; None stands for all
         if families is None or family in families:
             continue
         if getattr(getattr(config, section), f.name) != f.default:
@@ -113,7 +114,12 @@ def _batch_size_problems(train: Any, batches: BatchSchedule, replicas: int) -> I
 
 
 def scheduled_train_section(config: "Config", world_size: int, iteration: int, consumed: int) -> Any:
-    """Return the section `train` with --gas and --train-iters of a schedule; see `Config.with_derived_iters`."""
+    """Return the section `train` with --gas and --train-iters of a schedule; see `Config.with_derived_iters`.
+
+    --gas becomes the number of micro-batches of the largest batch. --train-samples sets --train-iters: the iterations
+    done plus those that fit into the remaining samples.
+    iteration, consumed: number of iterations and of samples that the run has done.
+    """
     train = config.train
     replicas = config.parallel.data_parallel_size(world_size)
     batches = config.batch_schedule(world_size)
@@ -126,6 +132,7 @@ def scheduled_train_section(config: "Config", world_size: int, iteration: int, c
 
 
 def _empty_stage_problems(config: "Config") -> Iterator[str]:
+    """Yield an error text if there are more pipeline stages, or virtual stages, than layers."""
     m = config.model
     p = config.parallel
     if m.family is None:

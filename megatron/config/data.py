@@ -44,8 +44,9 @@ def corpus_prefixes(words: Sequence[str]) -> tuple[str, ...]:
     previous_word = ""
     for word in words:
         prefix = " ".join(map(corpus_prefix, split_words(word)))
-        # `data/x.idx` after `data/x.bin`: the first file has already added the prefix.
-        is_next_file = prefixes[-1:] == [prefix] and len({previous_word, word, prefix}) == 3
+        # `data/x.idx` after `data/x.bin`: the first file has already added the prefix. But `data/x` after `data/x.bin`,
+        # or the same word again, names the corpus twice.
+        is_next_file = prefix in prefixes[-1:] and word != previous_word and prefix not in (word, previous_word)
         if not is_next_file:
             prefixes.append(prefix)
         previous_word = word
@@ -210,6 +211,7 @@ class DataConfig(Section):
         With --data-stages and --split, validation and test data come from the corpora of --data-path, by default from
         those of the first stage. So they do not change when stages are added. Raises ConfigError if no corpus is given.
         """
+        # None and () both stand for no data. But with --data-stages, None for both lets --split make both.
         held_out = {"valid": self.valid_data_path or (), "test": self.test_data_path or ()}
         if self.data_stages:
             stages = parse_stages(self.data_stages)

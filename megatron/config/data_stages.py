@@ -134,7 +134,7 @@ def _parse_short_stage(part: str, where: str) -> Stage:
     words = blend.split()
     pairs: list[Pair] = [(None, word) for word in words]
     is_number = list(map(_is_float, words))
-    if any(is_number):  # weights at even positions, prefixes at odd ones
+    if any(is_number):  # 0.8 a 0.2 b: a weight, a prefix and so on; `_checked_stage` checks the other weights
         if not is_number[0] or len(words) % 2:
             raise ConfigError(f"{stage_text} must be pairs of a weight and a prefix, as in 0.8 a 0.2 b")
         pairs = list(zip(words[::2], words[1::2], strict=True))
@@ -174,11 +174,14 @@ def _checked_stage(begin: int, unit: str, pairs: Sequence[Pair], where: str) -> 
     name = Stage(begin, unit, ()).name
     for weight, word in pairs:
         prefix = word if is_url(word) else os.path.normpath(word)
-        share = None if weight is None else _parse_finite_number(weight)
-        if weight is not None and share is None:
-            raise ConfigError(
-                f"{where}: {name} has the weight {brief(weight)} for {brief(prefix)}; weights are numbers, 0 or more"
-            )
+        share = None
+        if weight is not None:
+            share = _parse_finite_number(weight)
+            if share is None:
+                raise ConfigError(
+                    f"{where}: {name} has the weight {brief(weight)} for {brief(prefix)}; weights are numbers, 0 or "
+                    "more"
+                )
         if prefix in seen:
             raise ConfigError(f"{where}: {name} names {brief(prefix)} twice; name it once, with the sum of its weights")
         seen.add(prefix)

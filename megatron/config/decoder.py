@@ -135,11 +135,11 @@ ANGLE_SETTINGS = tuple(name for name in DecoderConfig.__dataclass_fields__ if na
 
 def unused_rope_settings(values: Mapping[str, Any], scaling: object) -> list[str]:
     """Return the non-default rotary parameters in `values` that the --rope-scaling method `scaling` ignores."""
-    read_by_any = set[str]().union(*_METHOD_SETTINGS.values())
-    unread = read_by_any.difference(_METHOD_SETTINGS.get(str(scaling), ()))  # all of them if there is no method
+    parameters = set[str]().union(*_METHOD_SETTINGS.values())  # of all methods
+    ignored = parameters.difference(_METHOD_SETTINGS.get(str(scaling), ()))  # all of them if there is no method
     unused = []
     for name, field in DecoderConfig.__dataclass_fields__.items():
-        is_changed = values.get(name, field.default) != field.default
-        if name in unread and is_changed:
+        is_changed = values.get(name, field.default) != field.default  # a file may leave settings out
+        if name in ignored and is_changed:
             unused.append(name)
     return unused

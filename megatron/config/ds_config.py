@@ -58,7 +58,7 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
         notes += notes_on_keys(config, content, precision, zero_stage)
         zero1_keys = keys_read_by_zero1(content, precision, zero_stage)
     # If the file configures the reduction of gradients, DeepSpeed must do it.
-    overlaps_reduction = config.parallel.overlap_grad_reduce and not REDUCTION_KEYS & content.keys()
+    overlaps_reduction = config.parallel.overlap_grad_reduce and REDUCTION_KEYS.isdisjoint(content)
     # tds' ZeRO 1 reads only the keys zero_optimization.stage and bf16.enabled. If the file sets other keys of these two
     # sections, use DeepSpeed's ZeRO 1. DeepSpeed also has the dynamic loss scale of fp16.
     own_zero1 = overlaps_reduction and zero_stage == 1 and precision in ("fp32", "bf16") and not zero1_keys

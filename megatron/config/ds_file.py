@@ -213,7 +213,7 @@ def _note_batch_sizes(config: Config, content: Content, world_size: int) -> Iter
     sizes = batch_sizes(config, world_size)
     for key, value in sizes.items():
         in_file = content.get(key, value)
-        if in_file == value:
+        if in_file == value:  # or the file does not have the key
             continue
         if p.stages == 1:
             yield (

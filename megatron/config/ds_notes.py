@@ -126,7 +126,7 @@ def notes_on_keys(config: Config, given: Keys, precision: str, zero: int) -> Ite
     """Yield a note for each section of the file and each reason why keys of it have no effect."""
     path = config.train.deepspeed_config
     for section, keys in ineffective_keys(given, precision, zero).items():
-        by_reason: dict[str, list[str]] = {}
+        by_reason: dict[str, list[str]] = {}  # reason -> keys, so that one note names all of them
         for key, reason in keys:
             by_reason.setdefault(reason, []).append(key)
         for reason, names in by_reason.items():
@@ -140,5 +140,6 @@ def notes_on_keys(config: Config, given: Keys, precision: str, zero: int) -> Ite
     if os.environ.get("TDS_LOG_LEVEL", "error").lower() in ("info", "debug"):
         return  # DeepSpeed's log is printed, so the keys below have an effect
     for key in ("dump_state", "comms_logger"):
+        # dump_state is true or false. comms_logger is a section; `false` became {"enabled": False}.
         if given.get(key) not in (None, False, {"enabled": False}):
             yield f"{path}: {key} writes to DeepSpeed's log, which TDS_LOG_LEVEL=info shows"

@@ -49,6 +49,7 @@ def with_features(name: str, section: type[Any]) -> type[Any]:
     # sections.py binds the class to the name of `section`, so pickle looks for it in that module.
     namespace = {"__doc__": section.__doc__, "__module__": "megatron.config.sections", "_problems": problems}
     extended = type(section.__name__, (*bases, section), namespace)
+    # The decorator collects the fields of all base classes into one constructor.
     return dataclass(frozen=True, kw_only=True)(extended)
 
 

@@ -51,7 +51,8 @@ def _flag_title(section: type, setting: "Field[Any]") -> str:
 def _help_with_default(setting: "Field[Any]", family: str | None) -> str:
     """Return what a setting does, with its default in the script of the family."""
     description = str(setting.metadata["help"])
-    default = DEFAULTS.get(family or "", {}).get(setting.name, setting.default)
+    family_defaults = DEFAULTS.get(family or "", {})  # {} without a family
+    default = family_defaults.get(setting.name, setting.default)
     if default is None or default == ():
         return description
     words = default
