@@ -60,7 +60,7 @@ def training_notes(saved: Config, config: Config, state: TrainState, world_size:
     if differences:
         yield f"this run does not train as before: {differences}"
     has_schedule = saved.train.batch_size_schedule or config.train.batch_size_schedule
-    if not has_schedule and not config.train.skip_samples:
+    if not has_schedule:
         size = config.train_batch_size(world_size)
         # Checkpoints do not have the number of replicas, from which the former size would follow.
         former_size = state.consumed_samples / state.iteration
