@@ -22,27 +22,31 @@ class _TokenBuffer:
         self._follows_text = False  # whether the last of `ids` is a token of text
 
     def add_token(self, token: int, in_loss: bool) -> None:
-        """Add a token that the text names. It counts in the loss if white space that it absorbs does."""
+        """Add a special token after the text so far. It counts in the loss if white space that it absorbs does."""
+        # A token with `lstrip`, as in Hugging Face tokenizers, absorbs the white space at the end of the text.
         if token in self._tokenizer.lstrip_ids:
-            kept = len(self._text.rstrip(WHITE_SPACE))
-            in_loss = in_loss or any(self._in_loss[kept:])
-            self._text = self._text[:kept]
-            del self._in_loss[kept:]
-        self.flush()
+            self._text = self._text.rstrip(WHITE_SPACE)
+            end = len(self._text)
+            in_loss = in_loss or any(self._in_loss[end:])
+            del self._in_loss[end:]
+        self.flush()  # the ids of the text precede this token
         self.ids.append(token)
         self.loss_mask.append(int(in_loss))
         self._follows_text = False
 
     def add_text(self, text: str, in_loss: bool) -> None:
         """Add text, which is encoded together with the text that is added next."""
+        # The last id is a special token, and no text waits to be encoded after it.
         follows_token = self.ids and not self._text and not self._follows_text
+        # A token with `rstrip`, as in Hugging Face tokenizers, absorbs the white space at the beginning of the text. It
+        # then counts in the loss if this white space does.
         if follows_token and self.ids[-1] in self._tokenizer.rstrip_ids:
             rest = text.lstrip(WHITE_SPACE)
             if in_loss and rest != text:
                 self.loss_mask[-1] = 1
             text = rest
         self._text += text
-        self._in_loss += bytes([in_loss]) * len(text)
+        self._in_loss += bytes([in_loss]) * len(text)  # a byte, 0 or 1, for each character
 
     def cut(self) -> None:
         """Encode the text before this place and the text after it separately."""
@@ -50,24 +54,24 @@ class _TokenBuffer:
 
     def flush(self) -> None:
         """Encode the text that was added since the last call."""
-        text = self._text
-        in_loss = self._in_loss
-        edges = [0, *self._cuts, len(text)]
+        edges = [0, *self._cuts, len(self._text)]
+        for begin, end in itertools.pairwise(edges):
+            text = self._text[begin:end]
+            if text:
+                self._encode(text, self._in_loss[begin:end])
         self._text = ""
         self._in_loss = bytearray()
         self._cuts = []
-        for begin, end in itertools.pairwise(edges):
-            if text[begin:end]:
-                self._encode(text[begin:end], in_loss[begin:end])
 
     def _encode(self, text: str, in_loss: bytearray) -> None:
         """Append the ids of a text, and for each id whether it counts in the loss.
 
         in_loss: 1 for each character that counts, else 0.
         """
-        # Text that counts as a whole, or not at all, needs no places of its tokens.
+        # Only if a part of the text counts, the places of its tokens are needed. Some tokenizers know no places (None).
         spans = None
-        if 0 < in_loss.count(1) < len(text):
+        counts_in_part = 0 < in_loss.count(1) < len(text)
+        if counts_in_part:
             spans = self._tokenizer.content_spans(text, bool(self.ids), self._follows_text)
         if spans is not None:
             self._follows_text = True
@@ -77,6 +81,8 @@ class _TokenBuffer:
                 self.ids.append(token)
                 self.loss_mask.append(int(any(covered)))
             return
+        # Without places, each run of characters that count, or do not count, is encoded alone: with in_loss 0 0 1 1 1,
+        # the runs are text[0:2] and text[2:5].
         start = 0
         for counted, characters in itertools.groupby(in_loss):
             end = start + len(list(characters))
@@ -117,13 +123,14 @@ class ChatEncoder:
         if needs_eod and has_final_space:
             del pieces[-1]
         buffer = _TokenBuffer(self._tokenizer)
-        in_loss = False
+        previous_in_loss = False
         for piece in pieces:
-            if piece.in_loss != in_loss and not piece.joins_previous:
+            if piece.in_loss != previous_in_loss and not piece.joins_previous:
                 buffer.cut()
-            in_loss = piece.in_loss
+            previous_in_loss = piece.in_loss
             self._add(buffer, piece)
         buffer.flush()
+        # The markup that ends the last turn may be the token `eod` itself.
         if needs_eod and buffer.ids[-1] != self._tokenizer.eod:
             buffer.add_token(self._tokenizer.eod, in_loss=True)
         return buffer.ids, buffer.loss_mask
@@ -152,17 +159,19 @@ def ignores_generation_prompt(template: Template) -> bool:
 
     Templates without such a header, or with the header in the user's turn, have nothing to add to a prompt.
     """
-    question = Message("user", "a")
-    if not isinstance(template, JinjaTemplate):
+    if not isinstance(template, JinjaTemplate):  # ChatML adds the header
         return False
+    question = Message("user", "a")
     try:
         prompt = template.render([question], add_generation_prompt=True)
-        if prompt != template.render([question]):
+        if prompt != template.render([question]):  # the template adds something for add_generation_prompt
             return False
         conversation = template.render([question, Message("assistant", PLACEHOLDER)])
     except ValueError:  # the template rejects a question without a system prompt
         return False
-    header = conversation.partition(PLACEHOLDER)[0].removeprefix(prompt)
+    # If the prompt is "<user>a" and the conversation "<user>a<bot>PLACEHOLDER", the prompt lacks the header "<bot>".
+    before_answer = conversation.partition(PLACEHOLDER)[0]
+    header = before_answer.removeprefix(prompt)
     return bool(header.strip())
 
 
@@ -171,9 +180,10 @@ def turn_end(template: Template, tokenizer: Tokenizer) -> int | None:
 
     If several tokens follow an answer, as in Phi-3, the first of them ends the turn, and the others the conversation.
     """
-    after = END
+    markup_after_answer = END
     if isinstance(template, JinjaTemplate):
         conversation = [Message("user", "a"), Message("assistant", PLACEHOLDER)]
-        after = template.render(conversation).rpartition(PLACEHOLDER)[2]
-    name = any_name_pattern(tokenizer.marks).match(after.lstrip())
-    return tokenizer.marks[name[0]] if name else None
+        markup_after_answer = template.render(conversation).rpartition(PLACEHOLDER)[2]
+    # match() looks only at the beginning, so text in front of a token counts as the end of the turn.
+    match = any_name_pattern(tokenizer.marks).match(markup_after_answer.lstrip())
+    return tokenizer.marks[match[0]] if match else None

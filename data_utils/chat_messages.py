@@ -34,6 +34,8 @@ class Message(NamedTuple):
         """Return the turn as templates of transformers get it, with its reasoning under both names that they use."""
         # Templates handle a missing key, but may write "None" for a null value.
         entry = {key: value for key, value in self.as_dict().items() if value is not None}
+        # Of several reasoning keys, the first in REASONING_KEYS counts. A `thinking` of the message itself keeps its
+        # value, because the entries of ** replace the one before them.
         for key in REASONING_KEYS:
             if key in entry:
                 entry = {"thinking": entry[key], **entry, "reasoning_content": entry[key]}
@@ -42,10 +44,17 @@ class Message(NamedTuple):
 
 
 def refuse_unrendered(entry: Mapping[str, Any], template: str) -> None:
-    """Raise ValueError for a key that the source `template` does not name, unless its value is null or empty."""
+    """Raise ValueError for a key that the source `template` does not name, unless its value is null or empty.
+
+    template: "" for a template that renders no keys besides role and content.
+    """
     for key, value in entry.items():
-        names = "|".join(REASONING_KEYS) if key in REASONING_KEYS else re.escape(key)
-        if value not in (None, "", [], {}) and not re.search(rf"(?<!\w)({names})(?!\w)", template):
+        if value in (None, "", [], {}):
+            continue
+        names = re.escape(key)
+        if key in REASONING_KEYS:  # a message has its reasoning under several of these names; see `for_template`
+            names = "|".join(REASONING_KEYS)
+        if not re.search(rf"(?<!\w)({names})(?!\w)", template):  # as a whole word
             raise ValueError(
                 f"{key!r} is not rendered: remove this key, write it into a message, or set another --chat-template"
             )
@@ -57,7 +66,9 @@ def parse_messages(turns: object) -> tuple[Message, ...]:
         raise ValueError("'messages' is not a list of objects with 'role' and 'content'")
     messages = []
     for turn in turns:
+        # Message.as_dict() gives these two keys in this order anyway, so a plain turn needs no entry.
         is_plain = list(turn) == ["role", "content"]
+        # A missing role or content becomes "", which the checks below refuse.
         message = Message(turn.get("role", ""), turn.get("content", ""), {} if is_plain else turn)
         if message.role not in ROLES:
             raise ValueError(f"the role {message.role!r} is not one of {', '.join(ROLES)}")

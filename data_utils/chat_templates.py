@@ -145,31 +145,32 @@ class JinjaTemplate:
         rendered = self.render(messages)
         if self.has_blocks:
             return self._marked(messages, rendered, self._blocks.ranges_in(rendered))
-        start = 0
+        done = 0  # characters of `rendered` that are in pieces
         pieces: list[Piece] = []
         for number, message in enumerate(messages):
             if message.role != "assistant":
                 continue
-            after = self.render(messages[: number + 1])
+            with_answer = self.render(messages[: number + 1])
             # Many templates read messages[0], so they cannot render the empty conversation before a first answer.
             if number:
-                before = self.render(messages[:number], add_generation_prompt=True)
+                prompt = self.render(messages[:number], add_generation_prompt=True)
             else:
                 marked = self.render([Message("assistant", PLACEHOLDER)])
                 # The message's own reasoning may replace an empty thought of the template.
-                before = commonprefix([marked.partition(PLACEHOLDER)[0], after])
-            extends_earlier_text = after.startswith(before) and rendered.startswith(after) and len(before) >= start
-            if not extends_earlier_text:
+                prompt = commonprefix([marked.partition(PLACEHOLDER)[0], with_answer])
+            # Each of the three texts must begin with the shorter one, and the prompt with all text that is in pieces.
+            keeps_text = with_answer.startswith(prompt) and rendered.startswith(with_answer) and len(prompt) >= done
+            if not keeps_text:
                 raise ValueError("the chat template does not allow training: a turn changes the text of earlier turns")
-            answer = after[len(before) :]
+            answer = with_answer[len(prompt) :]
             # White space after the markup that ends the turn is not trained on. If the text without it is longer than
             # the content, it ends with such markup. Otherwise, the white space belongs to the content.
             stripped = answer.rstrip()
             if len(stripped) > len(message.content.rstrip()):
                 answer = stripped
-            pieces += [Piece(rendered[start : len(before)]), Piece(answer, in_loss=True)]
-            start = len(before) + len(answer)
-        pieces.append(Piece(rendered[start:]))
+            pieces += [Piece(rendered[done : len(prompt)]), Piece(answer, in_loss=True)]
+            done = len(prompt) + len(answer)
+        pieces.append(Piece(rendered[done:]))
         return tuple(piece for piece in pieces if piece.text)
 
     def _marked(self, messages: Messages, rendered: str, blocks: Sequence[tuple[int, int]]) -> Pieces:
@@ -184,6 +185,7 @@ class JinjaTemplate:
             raise ValueError("the chat template marks no text of this conversation with {% generation %}")
         pieces = []
         for begin, end in itertools.pairwise(sorted(edges)):
+            # Every begin and end of a block is an edge, so a piece lies in a block if its first character does.
             # Generation begins where a prompt ends, so no token may lie across the end of a prompt. At any other edge,
             # a token may belong to both pieces.
             pieces.append(Piece(rendered[begin:end], begin in in_blocks, joins_previous=begin not in prompts))
@@ -246,16 +248,17 @@ class JinjaTemplate:
             prompt = self.render([question], add_generation_prompt=True)
         except TemplateLimitError:
             raise
-        except ValueError:  # the template rejects a conversation of only two messages
+        except ValueError:  # the template rejects a conversation of only two messages, so forbid every name
             return self._marks
-        # All markup around the user, and what follows the answer of the assistant.
-        delimiters = conversation.rpartition(PLACEHOLDER)[2]
-        try:  # the words of a default system message may name tokens that delimit nothing, so pass a message
-            delimiters += self.render([system, question])
+        markup = conversation.rpartition(PLACEHOLDER)[2]  # what follows the assistant's answer
+        # Add the text around the system and the user turn. Without a system turn, a template may write a default system
+        # message, whose words may name tokens that delimit nothing.
+        try:
+            markup += self.render([system, question])
         except ValueError:  # some templates reject system messages
-            delimiters += question_text
-        names = {*self._tokenizer.specials, *self._marks.findall(delimiters)}
-        # The first token that the template adds for the answer.
+            markup += question_text
+        names = {*self._tokenizer.specials, *self._marks.findall(markup)}
+        # Of the text that add_generation_prompt adds to the question, such as "<|assistant|><think>", the first token.
         opening = self._marks.search(prompt.removeprefix(question_text))
         if opening:
             names.add(opening[0])
@@ -332,6 +335,7 @@ def tokenizer_template(vocab_file: str) -> str | None:
     path = find_vocab_file(vocab_file).with_name(TEMPLATE)
     if path.is_file():
         return path.read_text(encoding="utf-8")
+    # Older tokenizers have the template in tokenizer_config.json in the same folder.
     template = read_tokenizer_config(path).get("chat_template")
     if isinstance(template, list):
         # A tokenizer may have several templates by name, for example one for tool calls.

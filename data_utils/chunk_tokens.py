@@ -64,6 +64,7 @@ def start_worker(args: argparse.Namespace, fingerprint: str) -> None:
     _Worker.keys = args.keys
     if args.objective == "sft":
         template = chats.template_of(args, tokenizer)
+        # `documents` calls this function with each record, so a document is then a tuple of pieces, not of texts.
         _Worker.keys = lambda record: template.pieces(chats.messages_of(record))
         _Worker.chat = ChatEncoder(tokenizer, args.append_eod)
 
@@ -77,7 +78,9 @@ def tokenize(chunk: Chunk) -> TokenizedChunk:
     for document in documents(chunk, _Worker.keys, args.seed, max_document_bytes(args)):
         if isinstance(document, BadLine):
             bad.append(document)
-        elif all(document):  # a document is left out if one of its texts is empty
+        # A document is left out if one of its texts is "". A document of pieces (--objective sft) is never left out, as
+        # a piece is a tuple and so counts as true.
+        elif all(document):
             good.append(document)
         else:
             empty += 1
@@ -85,7 +88,11 @@ def tokenize(chunk: Chunk) -> TokenizedChunk:
 
 
 def _encode_documents(chunk: Chunk, document_list: list[tuple[Any, ...]]) -> list[PairTokens]:
-    """Encode the documents of a chunk; return one part for each output pair."""
+    """Encode the documents of a chunk; return one part for each output pair.
+
+    document_list: for each document its text under each of --keys or, with --objective sft, the pieces of a
+    conversation.
+    """
     objective = _Worker.args.objective
     if objective == "sft":
         return _encode_conversations(document_list)

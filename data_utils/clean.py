@@ -103,14 +103,15 @@ def repeated(text: str, limits: Limits) -> str:
         max_share *= 2  # code repeats lines without harm
     else:
         kept = list(collapse_lines(kept))
+    # The first copy of a line is no repetition: of 3 copies of a line of 10 characters, 20 characters are repeated.
     counts = Counter(map(str.strip, kept))
-    total = 0
-    repeats = 0
+    num_chars = 0
+    num_repeated = 0
     for line, count in counts.items():
         if len(line) > 1:  # lines of one character, such as a bracket, may be repeated
-            total += len(line) * count
-            repeats += len(line) * (count - 1)
-    if repeats > max_share * total:
+            num_chars += len(line) * count
+            num_repeated += len(line) * (count - 1)
+    if num_repeated > max_share * num_chars:
         raise Drop("repeated lines")
     return "\n".join(kept)
 
@@ -136,12 +137,12 @@ def script(text: str, limits: Limits) -> str:
     except ImportError:
         raise ValueError(f"--min-script needs the package regex: {pip_install('regex')}") from None
     try:
-        # Marks such as vowel signs belong to a script, but are no letters.
-        wanted = len(regex.findall(rf"(?=\p{{L}})\p{{Script={limits.script}}}", text))
+        # The lookahead (?=...) admits only letters, as marks such as vowel signs belong to a script, too.
+        num_in_script = len(regex.findall(rf"(?=\p{{L}})\p{{Script={limits.script}}}", text))
     except regex.error:
         raise ValueError(f"--script {limits.script!r} is not a Unicode script") from None
-    # The letters of all scripts; 1 for a text without letters, which is then dropped.
-    if wanted < limits.min_script * max(len(regex.findall(r"\p{L}", text)), 1):
+    num_letters = len(regex.findall(r"\p{L}", text))
+    if num_in_script < limits.min_script * max(num_letters, 1):  # 1, so that a text without letters is dropped
         raise Drop(f"not {limits.script}")
     return text
 

@@ -159,17 +159,18 @@ def kept_lines(args: argparse.Namespace, report: Report) -> Iterator[bytes]:
                 report.read += 1
                 report.record_dropped("unreadable", str(bad))
             for original, outcome, fingerprints, copies in cleaned.documents:
-                reason = outcome.reason
-                # The copies that FILE@2 asks for are no duplicates of each other.
-                for duplicate, key in fingerprints.items():
-                    if seen[duplicate].check_and_add(key):
-                        reason = duplicate
+                reason = outcome.reason  # "" for a document that no rule drops
+                # The copies that FILE@2 asks for are no duplicates of each other. An exact duplicate is not compared
+                # with near duplicates.
+                for kind, key in fingerprints.items():
+                    if seen[kind].check_and_add(key):
+                        reason = kind
                         break
                 for _ in range(copies):
                     report.read += 1
                     report.read_chars += len(original)
                     report.changed.update(outcome.changed)
-                    if reason or outcome.text is None:
+                    if reason or outcome.text is None:  # for mypy: without a text, there is a reason
                         report.record_dropped(reason, original)
                     else:
                         report.kept += 1

@@ -79,15 +79,16 @@ class Parser(argparse.ArgumentParser):
         """Return the parsed arguments. Reports all unknown arguments in one error, each with a suggestion."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            # The other unknown words may be the values of unknown flags, so they are reported only without such flags.
-            flags = []
+            names = []
             for word in unknown:
                 if word.startswith("-") and not is_number(word):
-                    flags.append(word)
+                    names.append(word.split("=")[0])
+            # Other unknown words may be values of unknown flags, so the first one is reported only without such flags.
+            if not names:
+                names = unknown[:1]
             known = re.findall(r"--[a-z0-9][\w-]*", parsed.usages)
             problems = []
-            for word in flags or unknown[:1]:
-                name = word.split("=")[0] if flags else word
+            for name in names:
                 problems.append(f"unknown argument {name}{unknown_flag_hint(name, known)}")
             self.error(format_problems(problems, "unknown arguments"))
         return parsed
@@ -115,11 +116,10 @@ class Parser(argparse.ArgumentParser):
         known = re.findall(r"--[a-z0-9][\w-]*", self.format_usage())
         for word in self._argv:
             name = word.split("=")[0]
-            if not name.startswith("--") or name in known:
-                continue
-            hint = unknown_flag_hint(name, known)
-            if hint:
-                yield f"unknown argument {name}{hint}"
+            if name.startswith("--") and name not in known:
+                hint = unknown_flag_hint(name, known)
+                if hint:  # a flag unlike all known ones is no misspelled required flag
+                    yield f"unknown argument {name}{hint}"
 
 
 # Flag of another project's tool -> the equivalent flag of this project's tools, or an explanation
@@ -166,12 +166,13 @@ def number_type(check: Callable[[Any], str | None], kind: Callable[[str], float]
 
     def convert(text: str) -> float:
         value = kind(text)
-        problem = check(value) if abs(value) < math.inf else "must be finite"
+        problem = check(value) if abs(value) < math.inf else "must be finite"  # the comparison is false for NaN, too
         if problem:
             raise argparse.ArgumentTypeError(f"{text} {problem}")
         return value
 
-    convert.__name__ = kind.__name__  # argparse prints this name if `kind` raises ValueError
+    # If `kind` raises ValueError, as for "abc", argparse prints this name: "invalid int value: 'abc'".
+    convert.__name__ = kind.__name__
     return convert
 
 
@@ -191,6 +192,7 @@ def output_file(text: str) -> str:
     path = Path(local_path(text)).absolute()
     if os.path.isdir(path):
         raise argparse.ArgumentTypeError(f"{text} is a folder; name a file")
+    # The nearest folder above that exists, in which the tool will create the missing ones. The root always exists.
     folder = next(filter(os.path.exists, path.parents))
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text} cannot be written to {folder}")
@@ -320,11 +322,12 @@ def run(
 
     main: the tool's function, or its name "module:function", which is then imported only after the flags are parsed.
     """
-    raise_open_files()
+    raise_open_files()  # every corpus keeps two files open
     args = parser.parse_args(argv)
     function: Any = resolve_name(main) if isinstance(main, str) else main
     with guard_streams("the work continues", "stderr"):
-        # Errors of stdout name it. Without a stdout, there is nothing to name.
+        # An OSError of NamedStdout names standard output as its file, by which it is recognised below. stdout is None
+        # if the shell has closed it (>&-).
         named_stdout: Any = None if sys.stdout is None else NamedStdout(sys.stdout)
         with contextlib.redirect_stdout(named_stdout):
             try:
@@ -339,6 +342,7 @@ def run(
             except (ValueError, OSError, RuntimeError) as error:
                 if args.debug:
                     raise
+                # MissingFiles has several lines, which describe_error() would join.
                 message = str(error) if isinstance(error, MissingFiles) else describe_error(error)
                 print(f"{parser.prog}: {message}", file=sys.stderr)
                 if isinstance(error, OSError) and error.filename == NAMES["stdout"]:

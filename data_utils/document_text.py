@@ -48,16 +48,23 @@ def parse_document(raw: bytes, source: Source, keys: Sequence[str] | ExtractText
     for key in keys:
         value = record.get(key)
         if not isinstance(value, str):
-            others = [brief(name, 40) for name, other in record.items() if isinstance(other, str)]
-            hint = f", but under {shorten_list(others, 5)}: pass that as --json-key" if others else ""
-            if key in record:
-                hint = f", but {brief(json.dumps(value), 40)}"
-            raise ValueError(f"the record has no text under the key {key!r}{hint}")
+            raise ValueError(f"the record has no text under the key {key!r}{_missing_text_hint(record, key)}")
         # Only an escape can write half of a surrogate pair, and the check of every text would take time.
         if "\\u" in text or "\\U" in text:
             check_surrogates(value)
         texts.append(value)
     return tuple(texts)
+
+
+def _missing_text_hint(record: dict[str, Any], key: str) -> str:
+    """Return what `record` has instead of a text under `key`: another value, texts under other keys, or "" for neither.
+
+    The result is the end of an error message.
+    """
+    if key in record:
+        return f", but {brief(json.dumps(record[key]), 40)}"
+    others = [brief(name, 40) for name, other in record.items() if isinstance(other, str)]
+    return f", but under {shorten_list(others, 5)}: pass that as --json-key" if others else ""
 
 
 def _decode(raw: bytes, encoding: str) -> str:

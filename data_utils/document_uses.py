@@ -95,7 +95,7 @@ def print_uses(args: argparse.Namespace) -> None:
         path = trained[0]
     paths = config.data.paths
     short_names = dict(zip(prefixes_of(paths), corpus_names(paths), strict=True))
-    matching = []
+    matching = []  # indices; a corpus that --data-path lists twice has two data sets
     for index, member in enumerate(members):
         if path in (member.prefix, short_names.get(member.prefix)):
             matching.append(index)
@@ -118,7 +118,7 @@ def print_uses(args: argparse.Namespace) -> None:
         for use in uses_of_document(dataset, corpus, args.document, iterations.total):
             iteration = iterations.of_sample(use.sample)
             state = _iteration_state(iteration, iterations)
-            num_done += state == "done"
+            num_done += state == "done"  # True counts as 1
             positions = _format_range(use.positions)
             rows.append((iteration, state, use.sample, positions, _format_range(use.tokens)))
     header = ("iteration", "state", "sample", "positions", "tokens of the document")

@@ -91,14 +91,16 @@ def _shrunk_error(path: str) -> InputError:
 def _line_number(path: str, offset: int) -> int:
     """Return the number, from 1, of the line with the byte at `offset`."""
     mtime_ns = os.stat(path).st_mtime_ns
-    # Lines of the blocks before, which are cached, and lines that end in the same block before the byte.
     block, rest = divmod(offset, CHUNK_BYTES)
+    # counts[i] is the number of lines that end before block i. The list is cached, so earlier calls may have counted
+    # some blocks already; count on up to the block of the byte.
     counts = _line_counts(path, mtime_ns)
     with open(path, "rb") as file:
         file.seek((len(counts) - 1) * CHUNK_BYTES)
         while len(counts) <= block:
             counts.append(counts[-1] + file.read(CHUNK_BYTES).count(b"\n"))
-    return 1 + counts[block] + bisect.bisect_left(_line_ends(path, mtime_ns, block), rest)
+    ends_in_block = bisect.bisect_left(_line_ends(path, mtime_ns, block), rest)  # lines that end in it before the byte
+    return 1 + counts[block] + ends_in_block
 
 
 # Line counts are cached. Otherwise, finding the line number of each bad document would read the file again.
@@ -155,12 +157,14 @@ def _plain_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
                 yield new_chunk(start, end - start)
                 start = end
                 continue
-            # A document is longer than `largest`. The documents before it become a chunk of their own.
+            # The search found no end within `largest` bytes, so a document is overlong. It begins after the last
+            # delimiter. The documents before it become a chunk of their own.
             overlong = start + _last_boundary(file, path, start, size)
             if overlong > start:
                 yield new_chunk(start, overlong - start)
 
-            # The overlong document becomes one or more chunks of an empty line. The first of them has its error.
+            # The overlong document becomes one or more chunks of an empty line, so that no process reads it as a whole.
+            # Each but the last covers SKIPPED_BYTES without a delimiter. The first one has the error.
             file.seek(overlong)
             hint = encoding_hint(file.read(4096))
             bad: BadDocuments = ((0, _overlong_document(path, _line_number(path, overlong), largest, hint)),)
@@ -230,20 +234,19 @@ def _stream_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
         # White space at the end may be the first part of a delimiter, so it is searched again with the next block.
         searched += len(unread[searched:].rstrip(_DELIMITER_BYTES))
         # Each round cuts `cut` bytes off `unread`: whole documents, the end of an overlong document, or the part of an
-        # overlong document that has been searched.
+        # overlong document that has been searched. It cuts nothing (0) if a document of allowed size has no end yet.
         bad: BadDocuments = ()
         cut = 0
-        is_complete = bool(ends)  # whether the bytes before `cut` are whole documents
+        is_complete = bool(ends) and not skipping  # whether the bytes before `cut` are whole documents
         if ends and skipping:  # the overlong document ends; the next documents are cut in the next round
             cut = ends[0]
-            searched = 0
+            searched = 0  # search the rest of `unread` again, as the other ends are not used
             skipping = False
-            is_complete = False
         elif ends:
             cut = ends[-1]
         elif skipping or len(unread) > largest:
             cut = searched  # discard an overlong document except the white space at its end
-            if not skipping:
+            if not skipping:  # its first part gets the error
                 bad = ((0, _overlong_document(source.path, line, largest)),)
             skipping = True
         content = bytes(unread[:cut])
@@ -258,7 +261,7 @@ def _stream_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
         line += content.count(b"\n")
         start += cut
     if unread:
-        last = b"" if skipping else bytes(unread)
+        last = b"" if skipping else bytes(unread)  # the end of an overlong document is left out
         yield Chunk(source, start, len(unread), last, line)
 
 
@@ -324,15 +327,16 @@ def counted_documents(
         raw = content[start:end]
         if _BLANK.fullmatch(raw):
             continue
-        is_first = chunk.start + start == 0
+        is_first = chunk.start + start == 0  # of the file; it may begin with a byte-order mark
         try:
             document = parse_document(raw, chunk.source, keys, is_first)
         except ValueError as error:
             reason = f"{error}{unread_columns_hint(chunk.path, keys)}"
             yield BadLine(chunk.path, chunk.line_number(start), reason), 1
             continue
+        # The draw depends on the place in the file only, so any cut into chunks selects the same documents.
         is_drawn = fraction > 0 and uniform(seed, chunk.source.number, chunk.start + start) < fraction
-        yield document, full_copies + is_drawn
+        yield document, full_copies + is_drawn  # True counts as 1
 
 
 def _document_ranges(delimiter: re.Pattern[bytes], content: bytes) -> Iterator[tuple[int, int]]:

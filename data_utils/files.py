@@ -63,7 +63,7 @@ def find_files(
         path = Path(name)
         if path.is_dir():
             paths = _supported_files(name, [path], notify)
-        elif glob.has_magic(name) and not path.exists():
+        elif glob.has_magic(name) and not path.exists():  # a file's own name may contain *, ? or [
             _check_folders_of(name)
             paths = _supported_files(name, map(Path, glob.glob(name, recursive=True)), notify)
         else:
@@ -75,7 +75,7 @@ def find_files(
                 raise InputError(f"{path_found} is given twice; give it once, as {path_found}@2 to read it twice")
             seen.add(real)
             file_encoding = encoding
-            if encoding == AUTO:
+            if encoding == AUTO:  # Parquet files are binary and have UTF-8 strings
                 file_encoding = "utf-8" if format_suffix(path_found) == ".parquet" else detect_encoding(path_found)
             files.append(Source(path_found, weight, len(files), file_encoding))
     return files
@@ -138,9 +138,9 @@ class _Search:
 
     def _is_new(self, real: str, path: Path) -> bool:
         """Return whether a file is found for the first time; note another path of a known file as a duplicate."""
-        # A new file is stored with this path. Of a known one, another path is a duplicate, but the same path is not.
+        # setdefault() stores and returns `path` itself for a new file. For a known one, it returns the stored path.
         first = self._found.setdefault(real, path)
-        if first is not path and first != path:
+        if first != path:  # a pattern may give the same path twice, which is no duplicate
             self.duplicates.append(path)
         return first is path
 
@@ -156,6 +156,8 @@ def _check_folder(path: str) -> None:
 
 def _check_folders_of(pattern: str) -> None:
     """Raise InputError if a folder that a glob pattern matches is unreadable, because glob would skip it silently."""
+    # For data/*/x*.jsonl, check the folders that data/* matches, then data, the first parent without a pattern. Only ""
+    # and "/" are their own dirname().
     while (parent := os.path.dirname(pattern)) != pattern:
         for folder in glob.glob(parent or os.curdir, recursive=True):
             if os.path.isdir(folder):
@@ -192,9 +194,10 @@ def _supported_files(name: str, paths: Iterable[Path], notify: Callable[[str], N
 
     Raises InputError if there are none.
     """
-    found = sorted(map(str, _existing_files(_walk_files(name, paths, notify))))
+    files = _walk_files(name, paths, notify)
+    found = sorted(map(str, _existing_files(files)))
     outputs = list(filter(_is_tool_output, found))
-    candidates = sorted({*found} - {*outputs})
+    candidates = sorted({*found} - {*outputs})  # all files but the outputs of the data tools
     if outputs:
         notify(f"{name}: skipped {len(outputs)} files that the data tools wrote ({_abbreviate(outputs)})")
     supported = list(filter(format_suffix, candidates))
@@ -255,7 +258,7 @@ def format_suffix(path: str) -> str | None:
     name = path.lower()
     if is_compressed(path):
         name = os.path.splitext(name)[0]
-    suffix = next((filter(name.endswith, SUFFIXES)), None)
+    suffix = next(filter(name.endswith, SUFFIXES), None)  # the one of SUFFIXES with which the name ends
     if suffix == ".parquet" and is_compressed(path):  # Parquet files are compressed inside
         return None
     return suffix

@@ -56,7 +56,8 @@ class IndexedDatasetBuilder:
             # A length takes 4 bytes, the end of a document 8.
             sizes = (state["bytes"], 4 * self.sequences, 8 * self.documents)
             digests = state["digests"]
-        # The first three names; the file of the index is opened at the end.
+        # There are four names, but map() ends after three, with the shorter lists: the last file, that of the index, is
+        # opened at the end.
         self._logs = list(map(_ChecksummedFile, self._names.values(), sizes, digests))
         self._tokens, self._sizes, self._documents = self._logs
 
@@ -115,6 +116,7 @@ class IndexedDatasetBuilder:
     def prepare(self) -> None:
         """Write the index under a temporary name, so that a full disk causes an error before any file is renamed."""
         self.state()  # flushes all files to disk
+        # The index: header, length of each sequence, first byte of each sequence, boundaries of the documents.
         index = _ChecksummedFile(self._names["idx"])
         header = HEADER.pack(MAGIC, VERSION, DTYPE_CODES[self.dtype], self.sequences, self.documents + 1)
         index.write(header)
@@ -128,8 +130,8 @@ class IndexedDatasetBuilder:
             begins = np.concatenate([[end], ends[:-1]])
             index.write(little_endian_bytes(begins))
             end = int(ends[-1])
-        # The index of documents begins with 0, so it has one entry more than there are documents.
-        index.write(little_endian_bytes(np.zeros(1, np.int64)))
+        # The index of documents begins with 0, an int64, so it has one entry more than there are documents.
+        index.write(bytes(8))
         for block in self._documents.blocks():
             index.write(block)
         index.sync()
@@ -185,9 +187,10 @@ class _ChecksummedFile:
         self.path = path
         self.size = 0  # bytes of the file, all of which the checksums cover
         self._file: IO[bytes] = open(path, mode)  # noqa: SIM115  # closed in close()
-        self._file.truncate(size or 0)
+        self._file.truncate(size or 0)  # discards what was written after the state was saved
         self._full_blocks: list[str] = []
         self._digest = hashlib.sha256()
+        # The checksums continue from the kept bytes, so read them; a new file has none.
         for block in self.blocks():
             self._add_to_checksums(block)
         if digest is not None and digest != self.digest():

@@ -83,9 +83,9 @@ def _verify_pair(prefix: str, args: argparse.Namespace) -> list[str]:
     """Return the problems found in a pair; print a confirmation if there are none."""
     indexed = IndexedDataset(prefix)
     metadata = read_sidecar(prefix)
-    is_part = whole_of(prefix) is not None
+    is_part = whole_of(prefix) is not None  # a loss mask, or one of the three pairs of a CPM corpus for T5
     is_loss = is_part and prefix.endswith(LOSS_SUFFIX)
-    vocab_size = metadata.get("vocab_size")
+    vocab_size = metadata.get("vocab_size")  # None if unknown: then ids have no upper limit
     problems: list[str] = []
     checked = ["lengths", "boundaries"]
     checksum_note = "; there is no sidecar with checksums"
@@ -107,7 +107,7 @@ def _verify_pair(prefix: str, args: argparse.Namespace) -> list[str]:
         if metadata:
             checked.append("tokenizer")
     if is_part and not is_loss:
-        vocab_size = None  # ids of sentinels follow the vocabulary, in any number
+        vocab_size = None  # such a corpus has sentinels, whose ids follow the vocabulary, in any number
     limit = 2 if is_loss else vocab_size  # a loss mask holds 0 and 1
     problems += _find_bad_ids(indexed, limit)
     checked.append(f"ids below {vocab_size}" if vocab_size else "no negative ids")
@@ -123,7 +123,10 @@ def _verify_pair(prefix: str, args: argparse.Namespace) -> list[str]:
 
 
 def _find_bad_ids(indexed: IndexedDataset, vocab_size: int | None) -> list[str]:
-    """Return a sentence about the first id that is negative or beyond the vocabulary, if there is one."""
+    """Return a sentence about the first id that is negative or beyond the vocabulary; [] if there is none.
+
+    vocab_size: None if the size of the vocabulary is unknown, so that only negative ids are found.
+    """
     problem = f"outside the vocabulary of {vocab_size}" if vocab_size else "negative"
     for start in range(0, indexed.num_tokens, TOKENS_AT_ONCE):
         ids = indexed.tokens[start : start + TOKENS_AT_ONCE]
@@ -132,7 +135,7 @@ def _find_bad_ids(indexed: IndexedDataset, vocab_size: int | None) -> list[str]:
             is_bad |= ids >= vocab_size
         if is_bad.any():
             index = int(is_bad.argmax())
-            # The first document that ends after the bad id.
+            # The first document that ends after the bad id: if documents end at 3 and 8, id 3 is in document 1.
             document = int(indexed.document_ends().searchsorted(start + index, side="right"))
             return [f"{indexed.prefix}.bin, document {document}: token id {ids[index]} is {problem}"]
     return []
@@ -174,7 +177,8 @@ def stages(args: argparse.Namespace) -> None:
     plan = stage_plan.build_plan(dataset, config, samples)
     print(stage_plan.format_table(stage_plan.stage_uses(plan)))
     if not args.samples:
-        # Settings alone do not tell the number of replicas; rows of a run and a schedule of batch sizes do.
+        # Settings give the batch size of one replica, and not the number of replicas. Logged rows and
+        # --batch-size-schedule give the number of samples of all replicas.
         is_global = iterations.logged or config.train.batch_size_schedule
         whose = "the run" if is_global else "one replica"
         print(f"for {samples:,} samples, those of {whose}; --samples gives another number")
@@ -192,9 +196,11 @@ def sample(args: argparse.Namespace) -> None:
     part = datasets[PARTS.index(args.part)]
     if part is None:
         raise ValueError(f"the {args.part} part of the run is empty; choose another --part")
+    # A part with several data sets is a dict from their names. A single data set gets the name "", as --set by default.
     sets = part if isinstance(part, dict) else {"": part}
     if args.set not in sets:
-        advice = f"set --set to one of {[*sets]}" if any(sets) else "leave --set out, as there is only one data set"
+        has_names = any(sets)
+        advice = f"set --set to one of {[*sets]}" if has_names else "leave --set out, as there is only one data set"
         raise ValueError(f"the {args.part} part of the run has no data set {args.set!r}; {advice}")
     view = sample_view.t5_view if config.is_t5 else sample_view.gpt2_view
     if config.objective == "sft":

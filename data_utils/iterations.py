@@ -31,18 +31,24 @@ class Iterations:
         train = config.train
         self.logged = rows[-1][0]
         self._anchors: list[_Anchor] = []
-        schedule = config.batch_schedule(1)  # that of one replica, unless rows show how many samples an iteration takes
+        # Without --batch-size-schedule, the size of one replica, which applies only until rows show the real size.
+        schedule = config.batch_schedule(1)
         is_scheduled = train.batch_size_schedule is not None
         batches = schedule
+        # Each row becomes an anchor with the batch sizes up to the next row.
         for (iteration, samples), (next_iteration, next_samples) in pairwise(rows):
             batches = schedule
             done = next_iteration - iteration
             # Rows of an earlier start may have other sizes: a resume may change --gas, or leave out the past sizes.
+            # Only the sum of the sizes is known, so they are assumed to differ by at most 1, the larger ones first: 43
+            # samples in 10 iterations become 3 iterations of 5 and 7 of 4.
             if not is_scheduled or schedule.advance(samples, done) != next_samples:
                 size, remainder = divmod(next_samples - samples, done)
-                larger = size + 1  # the first iterations share the remainder
+                larger = size + 1
+                # A size of 0, as after fewer samples than iterations, would be invalid.
                 batches = BatchSchedule((0, samples + remainder * larger), (larger, max(size, 1)))
             self._anchors.append(_Anchor(iteration, samples, batches))
+        # After the last row, the schedule applies or, without one, the size between the last two rows.
         if is_scheduled:
             batches = schedule
         last = _Anchor(*rows[-1], batches)

@@ -50,8 +50,10 @@ def check_operation(operator: str, left: Any, right: Any) -> None:
     # A format may ask for a width of a million characters, as a number or by * as a value.
     if operator == "%" and isinstance(left, str) and re.search(r"\d{6}|%[^a-zA-Z%]*\*", left):
         raise TemplateLimitError(f"the chat template uses the format {left[:40]!r}, whose result has no length limit")
+    # Of numbers, it suffices to limit the operands: a sum or product of two allowed numbers has at most twice as many
+    # bits, and the next checked operation refuses it if it has too many. Only powers are estimated in advance.
     numbers = []
-    sizes = []
+    sizes = []  # of the operands that are strings or lists
     for value in (left, right):
         if isinstance(value, int):
             numbers.append(value)
@@ -63,7 +65,7 @@ def check_operation(operator: str, left: Any, right: Any) -> None:
     if bits > MAX_BITS:
         raise TemplateLimitError(f"the chat template computes a number of {bits} bits, which is too large")
     items = sum(sizes)  # of a string or list that + or % makes of both
-    if operator == "*" and sizes and numbers:
+    if operator == "*" and sizes and numbers:  # a repeated string or list, such as "ab" * 3
         items = sizes[0] * numbers[0]
     if items > MAX_ITEMS:
         raise TemplateLimitError(f"the chat template creates a string or list of {items} elements, which is too long")

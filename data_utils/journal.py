@@ -30,7 +30,7 @@ def _open_locked(path: str) -> TextIO:
             raise ValueError(
                 f"cannot lock {path}: {error.strerror}; write to a file system that supports locks"
             ) from None
-        lock.close()
+        lock.close()  # the lock of a deleted file; open and lock the present one
 
 
 class Journal:

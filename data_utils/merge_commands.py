@@ -21,19 +21,22 @@ from .sidecars import KEPT_ENTRIES, check_output, pair_prefixes, read_sidecar
 def merge_pairs(args: argparse.Namespace) -> None:
     """Run the command `merge`: concatenate several .bin/.idx pairs into one."""
     given = list(corpus_prefixes(args.prefixes))
-    prefixes = [prefix for prefix in given if whole_of(prefix) not in given]  # a pattern also matches loss masks
+    # A pattern such as data/* also matches loss masks, which are merged with their corpora. whole_of() returns the
+    # corpus of a loss mask or of one of the three pairs of a CPM corpus for T5, and None for a whole corpus.
+    prefixes = [prefix for prefix in given if whole_of(prefix) not in given]
+    # The ending of such a pair, for example _target, or "" for a whole corpus.
     endings = {prefix.removeprefix(whole_of(prefix) or prefix) for prefix in prefixes}
     if len(endings) > 1:
         raise ValueError(f"{', '.join(prefixes)} include parts of corpora: merge the pairs of each ending separately")
     sidecars = list(map(read_sidecar, prefixes))
-    present = list(filter(None, sidecars))
+    present = list(filter(None, sidecars))  # without the {} of pairs that have no sidecar
     pairs = list(map(pair_prefixes, prefixes))
     _check_mergeable(", ".join(prefixes), present, pairs)
     metadata = {}
     if len(present) == len(sidecars):
         metadata = dict(present[0])
     elif present:
-        present = []
+        present = []  # no sidecar will be written, so the dates below do not matter, either
         print("note: some of these pairs have no sidecar, so the new one does not record the tokenizer")
     dates = sorted({each["chat_date"] for each in present if each.get("chat_date")})
     if dates:
@@ -61,6 +64,8 @@ def _check_mergeable(names: str, sidecars: Sequence[dict[str, Any]], pairs: Sequ
     """
     tokenizers = {metadata["fingerprint"] for metadata in sidecars}
     templates = {metadata.get("chat_template") for metadata in sidecars}
+    # The token that ends documents, or "none". Sidecars of older corpora record no `eod`, so nothing is known of them.
+    # Without an entry `append_eod`, the token ends every document.
     endings = set()
     for metadata in sidecars:
         if "eod" in metadata:
@@ -87,7 +92,7 @@ def split_pair(args: argparse.Namespace) -> None:
     if not args.output and is_url(args.prefix):
         raise ValueError(f"{args.prefix} is in object storage; give --output, a path on this machine")
     indexed = IndexedDataset(args.prefix)
-    documents_of = {}  # output -> its documents
+    documents_of = {}  # output -> its documents; filled and checked before the first output is written
     parts = split_documents(parse_split(args.split), indexed.num_documents)
     for documents, name in zip(parts, PARTS, strict=True):
         output = f"{args.output or args.prefix}_{name}"

@@ -48,10 +48,11 @@ def ranges_without(prefix: str, words: Sequence[str]) -> list[range]:
     """
     kept = np.ones(IndexedDataset(prefix).num_documents, bool)
     for word in words:
-        # A word of another form gets the numbers -1, which the next check rejects.
+        first = last = -1  # for a word of another form, which the next check rejects
         match = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", word)
-        first = int(match[1]) if match else -1
-        last = int(match[2] or first) if match else -1
+        if match:
+            first = int(match[1])
+            last = int(match[2] or first)  # 17 means 17-17
         if not 0 <= first <= last < len(kept):
             raise DatasetError(f"{word} is none of the documents 0 to {len(kept) - 1} of {prefix}, as in 17 or 20-31")
         kept[first : last + 1] = False
@@ -70,12 +71,13 @@ def copy(indexed: IndexedDataset, documents: range, builder: IndexedDatasetBuild
     if indexed.has_modes:
         raise DatasetError(f"{indexed.prefix}.idx has modes of multimodal sequences, which would be lost")
     for part in document_ranges(indexed, documents, TOKENS_AT_ONCE):
-        index = indexed.document_index[part.start : part.stop + 1]  # number of the first sequence of each document
+        # Number of the first sequence of each document and, at the end, of the document after the part.
+        index = indexed.document_index[part.start : part.stop + 1]
         first = int(index[0])
-        sizes = indexed.sizes[first : int(index[-1])]
+        sizes = indexed.sizes[first : int(index[-1])]  # tokens of each sequence
         total = int(sizes.sum(dtype=np.int64))
-        begin = 0
+        begin = 0  # the first token
         if total:  # a part without tokens may have no sequence to look up
-            begin = int(indexed.pointers[first]) // indexed.dtype.itemsize
+            begin = int(indexed.pointers[first]) // indexed.dtype.itemsize  # pointers are in bytes
         tokens = indexed.tokens[begin : begin + total]
         builder.add_batch(tokens, sizes, np.diff(index))

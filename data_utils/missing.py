@@ -11,7 +11,7 @@ from .files import missing_inputs
 
 def check_inputs_exist(args: argparse.Namespace) -> None:
     """Raise MissingFiles if two or more of the paths in --input, --vocab-file and --load do not exist."""
-    given = vars(args)
+    given = vars(args)  # a tool may lack a flag, and a flag takes one path in some tools and several in others
     inputs = given.get("input") or []
     if not isinstance(inputs, list):
         inputs = [inputs]
@@ -23,7 +23,7 @@ def check_inputs_exist(args: argparse.Namespace) -> None:
             problems.append(str(error))
     if isinstance(given.get("load"), str) and not to_path(given["load"]).exists():
         problems.append(f"--load {given['load']} does not exist")
-    if len(problems) > 1:
+    if len(problems) > 1:  # the tool itself reports a single missing file when it opens it
         raise MissingFiles("\n  ".join([f"{len(problems)} inputs are missing:", *problems]))
 
 

@@ -155,7 +155,7 @@ class NearDuplicates:
         truncated = signature.astype(np.uint16)  # 16 of 32 bits: two different numbers look equal once in 65,536 times
         if len(candidates):
             known = np.stack([self._blocks[text // BLOCK_ROWS][text % BLOCK_ROWS] for text in candidates.tolist()])
-            # The share of equal numbers estimates the similarity.
+            # In each row of `known` [candidates, HASHES], the share of equal numbers estimates the similarity.
             if (known == truncated).mean(1).max() >= self._min_estimate:
                 return True
         block, row = divmod(self._num_texts, BLOCK_ROWS)
@@ -170,7 +170,9 @@ class NearDuplicates:
     def _keys(self, signature: Hashes) -> Hashes:
         """Return a hash of each band of a signature, [b]."""
         bands = signature[: self._factors.size].reshape(self._factors.shape)
-        # Multiplicative hash with odd factors; the constant is 2**64 divided by the golden ratio.
+        # Multiplicative hash with odd factors, modulo 2**64. A bit of a product depends only on bits of its factors at
+        # the same place or lower. So fold the upper bits into the lower ones, multiply again, by 2**64 divided by the
+        # golden ratio, and keep the upper half.
         mixed = (bands.astype(np.uint64) * self._factors).sum(1)
         mixed ^= mixed >> np.uint64(29)
         mixed *= np.uint64(0x9E3779B97F4A7C15)

@@ -32,6 +32,8 @@ def _call(folder: str, module: str, start: str, settings: tuple[Any, ...], funct
     """Call a function of a tool's module, which the first call in a process imports and initialises.
 
     The module of a running script is called `__main__`, so another process cannot import its functions from there.
+    folder: working directory of the main process. start, function: names of functions in `module`; `start(*settings)`
+    initialises a process, and the result is `function(item)`.
     """
     if module not in _modules:
         os.chdir(folder)
@@ -52,7 +54,10 @@ def connect(address: str) -> Any:
     except ImportError:
         raise InputError(f"--ray needs the package ray: {pip_install('ray')}") from None
     # Ray starts worker processes before it knows which code they will run, so the import path is set for all of them.
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT)]
+    inherited_path = os.environ.get("PYTHONPATH")
+    if inherited_path:
+        paths.append(inherited_path)
     environment = {"env_vars": {"PYTHONPATH": os.pathsep.join(paths)}}
     options: dict[str, Any] = {"runtime_env": environment, "log_to_driver": False, "logging_level": logging.ERROR}
     if address == "local":
@@ -86,12 +91,12 @@ def ordered_map_on_ray(
     module = Path(script).stem if script else work.__module__
     task = ray.remote(num_cpus=1, max_retries=MAX_RETRIES)(_call)
     workers = max(workers, 1)
-    running: list[Any] = []
-    pending: deque[Any] = deque()
+    running: list[Any] = []  # at most `workers`
+    pending: deque[Any] = deque()  # running or done, in the order of the items, until the result is yielded
     try:
         for item in items:
             if len(running) == workers:
-                running = ray.wait(running)[1]
+                running = ray.wait(running)[1]  # wait until one is done; [1] holds the others
             running.append(task.remote(os.getcwd(), module, start.__name__, settings, work.__name__, item))
             pending.append(running[-1])
             # The oldest item first, so that results come in the order of the items.
@@ -100,7 +105,7 @@ def ordered_map_on_ray(
         while pending:
             yield ray.get(pending.popleft())
     except ray.exceptions.RayTaskError as error:
-        raise error.cause from None
+        raise error.cause from None  # the error that `work` or `start` raised
     except ray.exceptions.RayError as error:
         raise RuntimeError(f"Ray failed to process a chunk: {' '.join(str(error).split())[:300]}") from None
     finally:

@@ -57,4 +57,5 @@ def ordered_map(
         except BrokenProcessPool:
             raise RuntimeError("a worker process died, perhaps for lack of memory; try fewer --workers") from None
         finally:
+            # Otherwise, after an error, the end of `with` would wait until all pending items are computed.
             pool.shutdown(cancel_futures=True)

@@ -74,8 +74,8 @@ def main(args: argparse.Namespace) -> None:
     chats.set_chat_date(args, state)
     try:
         output = _Output(args, tokenizer, state)
-    except BaseException:
-        journal.release()
+    except BaseException:  # also Ctrl-C
+        journal.release()  # the lock only; the progress of an earlier run stays in the journal
         raise
     try:
         output.save(journal)  # reserve space for the journal before the disk fills up
@@ -193,7 +193,7 @@ class _Output:
     """Writer of all output pairs, with counts of what was read and written."""
 
     def __init__(self, args: argparse.Namespace, tokenizer: Tokenizer, state: dict[str, Any]) -> None:
-        if not state:
+        if not state:  # a new corpus; a resumed one continues with the ids that it has
             tokenizer.refuse_contradiction()
         self.args = args
         self.tokenizer = tokenizer
@@ -214,9 +214,9 @@ class _Output:
                 pairs[prefix + ending] = dtype
             check_output(prefix, endings=dtypes)
         self.names = list(pairs)
-        if not self._is_usable(state):
+        if state and not self._is_usable(state):
             state = {}
-        states = state.get("builders", [None] * len(self.names))
+        states = state.get("builders", [None] * len(self.names))  # None starts a pair from its beginning
         self.builders = []
         for (name, dtype), builder_state in zip(pairs.items(), states, strict=True):
             self.builders.append(IndexedDatasetBuilder(name, dtype, "part", builder_state))
@@ -225,12 +225,10 @@ class _Output:
         self._is_consistent = True  # false while a chunk is being added
 
     def _is_usable(self, state: dict[str, Any]) -> bool:
-        """Return whether the earlier run left all files; False if it was killed while it renamed them.
+        """Return whether the earlier run left all temporary files; False if it was killed while it renamed them.
 
         Raises ValueError if a file was deleted, or if its tokenizer began or ended documents with other tokens.
         """
-        if not state:
-            return False
         if state["added"] != self._added:
             raise ValueError(
                 f"{self.args.output_prefix}.part.json belongs to a run whose tokenizer begins or ends documents with "
@@ -243,7 +241,7 @@ class _Output:
                 raise ValueError(
                     f"{name}.bin.part is missing; delete {self.args.output_prefix}.part.json to start again"
                 )
-            return False
+            return False  # this file has its final name already
         return True
 
     def add(self, tokens: TokenizedChunk) -> None:
@@ -266,8 +264,10 @@ class _Output:
         self._is_consistent = True
 
     def save(self, journal: Journal) -> None:
-        state = {"builders": [builder.state() for builder in self.builders], "count": self.counts}
-        journal.write({**state, "chat_date": self.args.chat_date, "added": self._added})
+        states = [builder.state() for builder in self.builders]
+        journal.write(
+            {"builders": states, "count": self.counts, "chat_date": self.args.chat_date, "added": self._added}
+        )
         self._num_journaled = self.counts["documents"]
 
     def save_and_close(self, journal: Journal) -> int:

@@ -53,6 +53,7 @@ class Progress(Generic[T]):
         """Report `count` more units as done."""
         self._done += count
         self._bar.update(count)
+        # On a terminal, the bar is enough. In a log file, the next line is due after LINE_SECONDS.
         if not self._prints_lines or time.monotonic() - self._printed < LINE_SECONDS:
             return
         self._printed = time.monotonic()

@@ -59,7 +59,7 @@ def is_misread(text: str) -> bool:
     Detects UTF-8 and Big5 decoded as GB18030, and GB18030 decoded as Latin-1, Big5 or UTF-8. Such text becomes Chinese
     when it is encoded again and decoded correctly. If invalid bytes were dropped, a mixture of many scripts remains.
     """
-    # A look at the head alone decides whether the whole text is worth the time.
+    # GB18030 read as Latin-1. A look at the head alone decides whether the whole text is worth the time.
     if sum(map(len, _LATIN.findall(text[:20_000]))) >= 20:
         latin = "".join(_LATIN.findall(text))
         if len(latin) > 0.1 * len(text) and _becomes_chinese(latin, "latin-1", "gb18030"):
@@ -70,11 +70,14 @@ def is_misread(text: str) -> bool:
         if len(sample) > MAX_EXAMINED:
             break
     sample = sample[:MAX_EXAMINED]
-    if _becomes_chinese(sample, "gb18030", "utf-8"):
+    if _becomes_chinese(sample, "gb18030", "utf-8"):  # UTF-8 read as GB18030
         return True
     # Big5 read as GB18030 has characters of private use, since the second byte of many characters of Big5 is ASCII.
-    is_big5 = len(_PRIVATE.findall(sample)) > 0.05 * len(sample) and _swaps_chinese(sample, "gb18030", "big5")
-    return is_big5 or _swaps_chinese(sample, "big5", "gb18030") or _is_mixed(text)
+    num_private = len(_PRIVATE.findall(sample))
+    if num_private > 0.05 * len(sample) and _swaps_chinese(sample, "gb18030", "big5"):
+        return True
+    # GB18030 read as Big5, or as UTF-8 without its invalid bytes
+    return _swaps_chinese(sample, "big5", "gb18030") or _is_mixed(text)
 
 
 def _becomes_chinese(text: str, wrong_encoding: str, true_encoding: str) -> bool:
@@ -110,11 +113,12 @@ def _is_mixed(text: str) -> bool:
     characters = _TWO_BYTES.findall(head)
     if len(characters) < max(20, 0.2 * len(head)):
         return False
-    frequent = 0
-    for low, high in pairwise(_SCRIPTS):
+    num_scripts = 0
+    for low, high in pairwise(_SCRIPTS):  # first character of a script, and of the next one
         count = sum(low <= char < high for char in characters)
-        frequent += count > 0.05 * len(characters)
-    return frequent >= 4
+        if count > 0.05 * len(characters):
+            num_scripts += 1
+    return num_scripts >= 4
 
 
 def html_characters(text: str) -> int:
@@ -152,10 +156,12 @@ def collapse_phrases(line: str) -> str:
     kept = ""
     done = 0
     for place in range(0, len(line) - PROBE, PROBE):
-        # Most lines repeat nothing: this search finds that out without a call of a function.
+        # Do the 8 characters at `place` occur again, 2 to 200 characters later? A phrase has 2 to 200 characters, so
+        # for most lines this search rules out a repetition without a call of a Python function.
         if line.find(line[place : place + PROBE], place + 2, place + LONGEST_PHRASE + PROBE) < 0:
             continue
-        # The regular expression is slow, so it is tried only where such a row may begin.
+        # The regular expression is slow, so it is tried only where such a row may begin. That may be up to 8 characters
+        # before `place`, as only every eighth place is examined.
         start = max(place - PROBE, done)
         while start <= place and _may_repeat(line, place):
             match = _REPEATED_PHRASE.match(line, start)
@@ -178,6 +184,7 @@ def _may_repeat(line: str, place: int) -> bool:
     end = place + LONGEST_PHRASE + PROBE
     copy = line.find(probe, place + 2, end)
     while copy >= 0 and _has_letters(line[place:end]):
+        # The phrase has n = copy - place characters.
         size = (MIN_REPEATS - 1) * (copy - place) - PROBE + 1
         if line[place : place + size] == line[copy : copy + size] and _has_letters(line[place:copy]):
             return True

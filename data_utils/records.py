@@ -70,10 +70,11 @@ class _CsvLines:
         line = self._read_part()
         if not line:
             raise StopIteration
-        part = line
-        while part and self.size > self._largest and (self.in_quotes or not part.endswith(("\n", "\r"))):
-            part = self._read_part()
         if self.size > self._largest:
+            # The record ends with a line break outside quotes, or with the file ("").
+            part = line
+            while part and (self.in_quotes or not part.endswith(("\n", "\r"))):
+                part = self._read_part()
             raise csv.Error(overlong_message(self._largest, "a line break outside quotes"))
         return line
 
@@ -101,7 +102,10 @@ def _csv_rows(path: str, encoding: str, largest: int) -> Iterator[Record | BadLi
         except csv.Error as error:
             if header is None:
                 raise InputError(f"{path}, line {lines.start}: the header is not valid CSV ({error})") from None
-            yield BadLine(path, lines.start, str(error) if lines.size > largest else f"not CSV ({error})")
+            reason = f"not CSV ({error})"
+            if lines.size > largest:  # the error of _CsvLines, a whole sentence
+                reason = str(error)
+            yield BadLine(path, lines.start, reason)
             continue
         if header is None:
             header = row or None  # an empty line before the header is skipped
@@ -111,7 +115,7 @@ def _csv_rows(path: str, encoding: str, largest: int) -> Iterator[Record | BadLi
         elif len(row) == len(header):
             record = json.dumps(dict(zip(header, row, strict=True)), ensure_ascii=False)
             yield lines.start, record.encode("utf-8", "surrogateescape")
-        elif row:
+        elif row:  # not an empty line
             yield BadLine(path, lines.start, f"the row has {len(row)} fields, but the header has {len(header)}")
 
 
@@ -259,6 +263,8 @@ class _JsonArray:
                 if is_endless or not error:  # too long, whether its end is in the window or not
                     reason = overlong_message(self._largest, "the } of its object")
                 yield BadLine(self._path, self._line, reason)
+                # For a broken item, the search for its end stops at the limit of valid items, so that it skips no more.
+                # An endless item is already longer than this limit.
                 self._skip_item(bounded=not is_endless)
                 continue
 
@@ -269,7 +275,11 @@ class _JsonArray:
         yield BadLine(self._path, self._line, "the array is not closed: a ] is missing")
 
     def _parse(self) -> tuple[int, str, bool]:
-        """Parse the next item: return its end, what is wrong with it, and whether it may continue in the next block."""
+        """Parse the next item; return (end, error, may_continue).
+
+        end: position after the item in the window, 0 after an error. error: what is wrong with the item, or "".
+        may_continue: whether the item may continue in the next block.
+        """
         try:
             _, end = _DECODER.raw_decode(self._window, self._position)
         except json.JSONDecodeError as error:
@@ -316,8 +326,8 @@ class _JsonArray:
         num_scanned = 0
         while (end := scanner.end(self._window, self._position)) is None:
             # An odd backslash at the end is the first half of an escape, which the next block completes.
-            before_backslashes = len(self._window.rstrip("\\"))
-            window_end = len(self._window) - (len(self._window) - before_backslashes) % 2
+            num_backslashes = len(self._window) - len(self._window.rstrip("\\"))
+            window_end = len(self._window) - num_backslashes % 2
             num_scanned += window_end - self._position
             self._advance_to(window_end)
             if (bounded and num_scanned > self._largest) or not self._read_block():

@@ -31,9 +31,10 @@ def with_recorded_stages(config: Config) -> Config:
 
     with suppress(OSError, ValueError, RunError):
         newest = find_checkpoint(str(config.log.run_dir))
-        begin = CheckpointReader(newest).state.get("reordered_at")
-        if begin:
-            print(f"note: --override-data changed the samples; the run read other ones before sample {begin}")
+        reordered_at = CheckpointReader(newest).state.get("reordered_at")  # samples consumed at that resume, or None
+        if reordered_at:
+            print(f"note: --override-data changed the samples; the run read other ones before sample {reordered_at}")
+        # same_data=False acts as --override-data: first the stages that the checkpoint has consumed, then the others.
         return with_consumed_data(config, newest, Wanted(same_data=False), reads_corpora=True)
     return config
 

@@ -30,8 +30,8 @@ def gpt2_view(sample: Sample, tokenizer: Tokenizer, config: Any) -> View:
 
     A mask is True where a query (row) may attend to a key (column).
     """
-    text = sample["text"]
-    tokens = text[None, :-1]
+    text = sample["text"]  # [s + 1]
+    tokens = text[None, :-1]  # [1, s]
     labels = text[1:]
     data = config.data
     _, loss_mask, positions = get_ltor_documents_and_position_ids(
@@ -104,6 +104,7 @@ def t5_view(sample: Sample, tokenizer: Tokenizer, config: Any) -> View:
             "document": decoder_ids.tolist(),
         },
     }
+    # Unless the run separates documents, all tokens are of document 1; padding keeps the id 0.
     if not config.data.reset_attention_mask:
         encoder_ids = encoder_ids.clamp(max=1)
         decoder_ids = decoder_ids.clamp(max=1)

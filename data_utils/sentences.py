@@ -26,8 +26,10 @@ def split_sentences(text: str) -> list[str]:
     start = 0
     for ending in _END.finditer(text):
         sentence = text[start : ending.start()]
+        mark = ending[0]  # with the white space after it
+        is_full_stop = mark[0] == "." and "\n" not in mark  # a line break ends a sentence in any case
         # The last 12 characters suffice to see an abbreviation, an initial or a list number.
-        if ending[0][0] == "." and "\n" not in ending[0] and _NOT_A_STOP.search(sentence[-12:]):
+        if is_full_stop and _NOT_A_STOP.search(sentence[-12:]):
             continue
         whole = text[start : ending.end()]
         # White space alone is no sentence: it joins the sentence before it or, at the start, the one after it.

@@ -47,7 +47,9 @@ class Use(NamedTuple):
 def build_plan(dataset: Any, config: Config, samples: int) -> Plan:
     """Return the stages of a training data set; a data set without stages counts as one. samples: those of the run."""
     members = corpus_datasets(dataset)
+    # Only a data set with stages has `begins`. Stages after the last sample are left out.
     first_samples = [begin for begin in getattr(dataset, "begins", [0]) if begin < samples]
+    # A data set of one corpus has no such method: all samples are from this corpus.
     consumed = getattr(dataset, "consumed_per_corpus", lambda samples: [samples])
     return Plan(corpus_names(config.data.paths)[: len(members)], members, [*first_samples, samples], consumed)
 
@@ -57,6 +59,7 @@ def stage_uses(plan: Plan) -> list[Use]:
 
     Corpora that a stage does not read are left out.
     """
+    # (label, first sample, end) of each stage, and then of all stages together
     stages = [(f"{begin:,} to {end - 1:,}", begin, end) for begin, end in pairwise(plan.edges)]
     if len(stages) > 1:
         stages.append(("all", 0, plan.edges[-1]))
@@ -93,6 +96,7 @@ def draw(plan: Plan, path: Path) -> None:
     counts = list(map(plan.consumed, edges))
     figure = new_figure("--png", figsize=(7.6, 5.4), dpi=150, layout="constrained")
     share_axes, epoch_axes = figure.subplots(2, 1, sharex=True)
+    # The shares are stacked: each corpus fills the area between `lower` and `upper`, with one height for each stage.
     lower = [0.0] * (len(edges) - 1)
     for i, name in enumerate(plan.names):
         upper = []

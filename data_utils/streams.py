@@ -71,7 +71,7 @@ def _decompress(path: str, new: Callable[[], Any], padding: bytes = b"", read_si
     padding: bytes that may occur between streams. read_size: number of compressed bytes per read.
     """
     decompressor: Any = None
-    unused = b""  # bytes after the end of a stream
+    unused = b""  # bytes read after the end of a stream, with which the next stream begins
     with open(path, "rb") as file:
         while raw := unused or file.read(read_size):
             unused = b""
@@ -216,6 +216,7 @@ def _actual_encoding(head: bytes, encoding: str) -> str:
     # In an encoding that contains ASCII, such as gb18030, ASCII text is valid.
     if len(head) < MIN_ASCII_BYTES or "a".encode(encoding) == b"a":
         return ""
+    # isprintable() is False for tabs and line breaks, so remove these.
     printable = text.translate({ord(char): None for char in "\t\r\n"}).isprintable()
     return "ASCII" if printable else ""
 

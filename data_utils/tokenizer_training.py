@@ -80,10 +80,10 @@ def train_cpm(texts: Iterable[str], model_file: str, vocab_size: int, model_type
     segment = segmenter()
     lines = []
     for text in texts:
-        # The parts are so short that the trainer's line length suffices for their words joined by spaces.
+        # A part of n characters has at most n words, with n - 1 spaces between them, so a line of words has less than
+        # LONGEST_LINE characters.
         for part in _split_text(text, LONGEST_LINE // 2):
-            words = join_words(segment(part))
-            lines.append(words[:LONGEST_LINE])
+            lines.append(join_words(segment(part)))
     options = {"required_chars": SPACE + NEWLINE, "split_digits": True, "control_symbols": [EOD]}
     _write(model_file, _train_model(lines, lines, vocab_size, model_type, options))
 
@@ -91,7 +91,11 @@ def train_cpm(texts: Iterable[str], model_file: str, vocab_size: int, model_type
 def _train_model(
     training_lines: Sequence[str], lines: Sequence[str], vocab_size: int, model_type: str, options: dict[str, Any]
 ) -> bytes:
-    """Train a sentencepiece model and return its file's content. options: of the trainer."""
+    """Train a sentencepiece model and return its file's content.
+
+    training_lines: text for the trainer, perhaps with delimiters between words. lines: text whose characters are
+    counted to choose the character coverage. options: further options of the trainer.
+    """
     from sentencepiece import SentencePieceTrainer
 
     model = io.BytesIO()
@@ -167,7 +171,7 @@ def train_cpm_vocab(texts: Iterable[str], vocab_file: str, vocab_size: int) -> N
     for char in _by_count(characters):
         if char not in (SPACE, NEWLINE) and char.isprintable():
             frequent.append(char)
-    # Characters get at most half of the free slots, so that words get the rest. The dict is an ordered set.
+    # Characters get at most half of the free slots; words fill the rest. The dict is an ordered set.
     chosen = dict.fromkeys(frequent[: free_slots // 2])
     for word in _by_count(words):
         if len(chosen) >= free_slots:
@@ -180,7 +184,7 @@ def train_cpm_vocab(texts: Iterable[str], vocab_file: str, vocab_size: int) -> N
             f"this text is too small for {vocab_size} tokens; lower --vocab-size, or VOCAB_SIZE= of run_*.sh, "
             f"to at most {len(chosen) + len(fixed)}"
         )
-    tokens = [*fixed, *list(chosen)[:free_slots]]
+    tokens = [*fixed, *chosen]
     _write(vocab_file, ("\n".join(tokens) + "\n").encode())
 
 

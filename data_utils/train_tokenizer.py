@@ -44,7 +44,8 @@ def sample_documents(documents: Iterator[str], max_bytes: int, seed: int, quiet:
         size += num_bytes
         number = rng.random()
         heapq.heappush(kept, (-number, place, num_bytes, text))
-        while size - kept[0][2] >= max_bytes:  # the other documents suffice
+        # kept[0] is the document with the highest number. Drop it while the other documents suffice.
+        while size - kept[0][2] >= max_bytes:
             _, _, popped_bytes, _ = heapq.heappop(kept)
             size -= popped_bytes
     kept.sort(key=itemgetter(1))
@@ -69,7 +70,9 @@ def main(args: argparse.Namespace) -> None:
     check_outputs(args.input, [args.output], args.encoding)
     needed = SUFFIXES[kind]
     suffix = Path(args.output).suffix
-    if needed and needed != (suffix if suffix in (".txt", ".json") else ".model"):  # as `load_tokenizer` sees it
+    # `load_tokenizer` reads a file with any other suffix as a .model file.
+    format_read = suffix if suffix in (".txt", ".json") else ".model"
+    if needed and needed != format_read:
         raise ValueError(f"--output {args.output} must end with {needed} for --tokenizer-type {kind}")
     bad_line_numbers: list[int] = []
 
