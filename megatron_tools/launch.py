@@ -96,7 +96,7 @@ class Signals:
             if time.monotonic() - self._stop_time < 0.5:
                 return
             print_message(f"{name} again: killing the ranks")
-            self._kill_ranks(128 + number)
+            self._kill_ranks(128 + number)  # ends this process, too
         self.stop_signal = number
         self._stop_time = time.monotonic()
         print_message(
@@ -160,9 +160,12 @@ def check_numbers(args: Any) -> None:
     """Raise ValueError or AssertionError for a number of nodes, ranks or restarts, or a port, that cannot be used."""
     from torch.distributed.run import config_from_args
 
+    # torch raises errors for words that it cannot parse. Of --nnodes 2:4, max_nodes is 4; of --nproc-per-node gpu,
+    # nproc_per_node is the number of GPUs.
     config: Any = config_from_args(args)[0]  # type: ignore[no-untyped-call]
     if config.nproc_per_node < 1:
         raise ValueError(f"--nproc-per-node {args.nproc_per_node} must be at least 1")
+    # Only the static rendezvous uses --node-rank and --master-port.
     if args.standalone or args.rdzv_backend != "static":
         return
     if not 0 <= args.node_rank < config.max_nodes:
@@ -179,6 +182,7 @@ def prepare_rendezvous(args: Any) -> None:
     """
     if not _spans_nodes(args) or args.rdzv_backend != "static":
         return
+    # --rdzv-conf is a list such as `timeout=900,is_host=1`, and empty by default.
     if "timeout=" not in args.rdzv_conf:
         timeout = f"timeout={_startup_timeout(args.training_script_args)}"
         args.rdzv_conf = ",".join(filter(None, [args.rdzv_conf, timeout]))
@@ -186,7 +190,7 @@ def prepare_rendezvous(args: Any) -> None:
         # Python's own handler of Ctrl-C would only run after torch's socket has timed out.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     print_message(f"node {args.node_rank} of {args.nnodes} waits for the other nodes at {_rendezvous_address(args)}")
-    host = _rendezvous_address(args).rpartition(":")[0].strip("[]")
+    host = _rendezvous_address(args).rpartition(":")[0].strip("[]")  # an IPv6 address is written as [fd00::1]:29500
     try:
         socket.getaddrinfo(host, None)
     except OSError:  # not fatal: the host name of a container may not resolve until that container runs
@@ -205,9 +209,10 @@ def _startup_timeout(arguments: Sequence[str]) -> int:
 
     name = "startup_timeout_minutes"
     default = ParallelConfig.startup_timeout_minutes
+    # An invalid value, or a file that cannot be read, raises one of these errors.
     with contextlib.suppress(ValueError, TypeError, OverflowError):
         flags = read_flags(arguments)
-        values = flags.settings
+        values = flags.settings  # flags override the files of --config
         if name not in values:
             values = values_of_files(flags.files)
         return max(int(float(values.get(name, default)) * 60), 1)

@@ -36,11 +36,12 @@ def config_of_checkpoint(path: Path, model_parallel_size: int = 1, pipe_parallel
     reader = CheckpointReader(path)
     config = plain_config(reader, model_parallel_size, pipe_parallel_size)
     check_model(reader, config)
-    words = config.data.data_stages
-    if words:
+    stage_words = config.data.data_stages
+    if stage_words:
         values: dict[str, Any] = {"data_stages": None, "valid_data_path": None, "test_data_path": None}
-        for stage in parse_stages(words):
-            if not stage.begin or stage.begin < reader.state[f"consumed_{stage.unit}"]:
+        # The last stage that has begun remains. The first stage begins at 0, so it counts even before any sample.
+        for stage in parse_stages(stage_words):
+            if stage.begin == 0 or stage.begin < reader.state[f"consumed_{stage.unit}"]:
                 values["data_path"] = stage.words
         config = with_values(config, values)
     return config

@@ -9,6 +9,7 @@ def split_columns(rows: Sequence[Sequence[str]], gap: int) -> Iterator[list[tupl
 
     The whole table is one part if the output is no terminal and COLUMNS is not set. gap: characters between columns.
     """
+    # The fallback is a width that every table fits, and a height that does not matter.
     max_width = shutil.get_terminal_size((1_000_000, 0)).columns
     # From rows to columns.
     first, *others = zip(*rows, strict=True)

@@ -45,11 +45,17 @@ def failed(check: str, words: str, remedy: str) -> Finding:
 
 
 def findings_of(check: str, findings: Findings) -> Findings:
-    """Yield the findings of a check. If it raises an error, yield a FAILED finding with the error's message."""
+    """Yield the findings of a check. If it raises an error, yield a FAILED finding with the error's message.
+
+    findings: generator of the check, which therefore runs, and may fail, in this function.
+    """
     try:
         yield from findings
     except ImportError as error:
-        reason = f"without {error.name}" if error.name else f"because {' '.join(str(error).split())}"
+        # A missing module has a name. An ImportError that a package raises itself may have only a message.
+        reason = f"because {' '.join(str(error).split())}"
+        if error.name:
+            reason = f"without {error.name}"
         remedy = f"install {error.name or 'the named package'} again: pip install -r requirements.txt"
         yield failed(check, f"cannot be checked {reason}", remedy)
     except (OSError, ValueError, RuntimeError) as error:

@@ -59,13 +59,13 @@ def check_packages() -> Findings:
                 name, "is not installed", f"pip install -r requirements.txt, or pip install '{name}>={oldest}'"
             )
             continue
-        too_new = TOO_NEW.get(name)
+        first_refused = TOO_NEW.get(name)  # None if training refuses no new release of this package
         remedy = f"pip install '{name}>={oldest}'"
-        if too_new:
-            remedy = f"pip install '{name}>={oldest},<{too_new}'"
+        if first_refused:
+            remedy = f"pip install '{name}>={oldest},<{first_refused}'"
         if version_key(installed) < version_key(oldest):
             yield failed(name, f"{installed} is too old", remedy)
-        elif too_new and version_key(installed) >= version_key(too_new):
+        elif first_refused and version_key(installed) >= version_key(first_refused):
             yield failed(name, f"{installed} is too new", remedy)
         elif version_key(installed) > version_key(newest):
             yield warning(
@@ -133,9 +133,9 @@ def check_hidden_package(ours: Path, paths: Sequence[str]) -> Findings:
     """
     other_packages = []
     hiding_packages = []
-    precedes_ours = True
+    precedes_ours = True  # Python imports the first package that it finds
     for entry in paths:
-        folder = Path(entry or ".", "megatron")
+        folder = Path(entry or ".", "megatron")  # an empty entry stands for the working directory
         if not folder.is_dir():
             continue
         if folder.resolve() == ours.resolve():
@@ -165,8 +165,9 @@ def check_compiler(wanted: bool) -> Findings:
     """Check for a C++ compiler if --compile is given."""
     if not wanted:
         return
-    chosen = os.environ.get("CXX")
-    for name in [chosen] if chosen else ["c++", "g++", "clang++"]:
+    chosen = os.environ.get("CXX")  # if set, torch.compile uses this compiler
+    names = [chosen] if chosen else ["c++", "g++", "clang++"]
+    for name in names:
         path = shutil.which(name)
         if path:
             yield ok("compiler", path)
@@ -182,7 +183,7 @@ def check_threads(ranks_here: int, on_cpu: bool) -> Findings:
     """Check that the ranks on this machine together have no more threads than it has cores."""
     cores = usable_cores()
     omp_threads = os.environ.get("OMP_NUM_THREADS")
-    threads_per_rank = 1
+    threads_per_rank = 1  # the launcher sets OMP_NUM_THREADS to 1 if it is not set
     if omp_threads is not None:
         # 0 stands for an invalid number, which is reported below.
         threads_per_rank = int(omp_threads) if omp_threads.isdecimal() else 0
@@ -215,7 +216,7 @@ def check_open_files() -> Findings:
 
 def check_shared_memory() -> Findings:
     """Check that enough shared memory is free for NCCL."""
-    if not Path(SHARED_MEMORY).is_dir():
+    if not Path(SHARED_MEMORY).is_dir():  # only Linux has this folder
         return
     free = shutil.disk_usage(SHARED_MEMORY).free
     if free >= MIN_SHARED_MEMORY:

@@ -16,10 +16,12 @@ def checkpoint_bytes(config: Config) -> float:
     rules = read_param_rules(config.optim.param_groups) if config.optim.param_groups else ()
     trained = count_trained(layers_of(config), rules, config)
     p = config.parallel
-    other_experts = trained.expert_matrices * (p.expert_parallel_size - 1)  # experts of other ranks
+    # `hidden` counts the matrices on one rank: some of the experts, and a shard of each matrix. The other
+    # expert-parallel ranks have as many experts each, and the other model-parallel ranks as large shards.
+    other_experts = trained.expert_matrices * (p.expert_parallel_size - 1)
     hidden = (trained.hidden + other_experts) * p.model_parallel_size
-    # The counts of one rank that holds the whole model.
-    unsharded = Count(trained.whole, trained.whole, hidden=hidden)
+    # The counts of one rank that holds the whole model. `moment_elements` reads only these two fields.
+    unsharded = Count(held=trained.whole, hidden=hidden)
     # Every weight and every moment has 4 bytes.
     return 4.0 * (parameters(config) + moment_elements(unsharded, config))
 
@@ -31,12 +33,12 @@ def machine_bytes() -> float | None:
     try:
         with open("/proc/meminfo", encoding="utf-8") as file:
             for line in file:
-                if line.startswith("MemAvailable"):
+                if line.startswith("MemAvailable"):  # such as `MemAvailable:   31900 kB`
                     limits.append(1024.0 * int(line.split()[1]))
         with open("/sys/fs/cgroup/memory.max", encoding="utf-8") as file:
             text = file.read().strip()
-            if text.isdecimal():
+            if text.isdecimal():  # without a limit, the text is `max`
                 limits.append(float(text))
-    except OSError:
+    except OSError:  # a system without this file does not report the limit
         pass
     return min(limits, default=None)

@@ -80,6 +80,7 @@ def check_hosts(hosts: Sequence[Host], versions: Sequence[str], marker: Path | N
     other_hosts = [host.name for host in hosts if host.name not in own_names]
 
     def check(name: str) -> list[Finding]:
+        # list() runs the whole check in the pool's thread. A generator would run only when it is read.
         return list(_check_host(name, versions, marker, seconds))
 
     # At most 32 hosts are asked at the same time; the findings keep the order of the hosts.
@@ -153,11 +154,12 @@ def check_launcher_variables() -> Findings:
         minimum = 1 if "WORLD" in name else 0
         if values.get(name, -1) < minimum:
             yield failed(name, f"the environment variable is {value!r}, which is not a valid number", remedy)
-    for rank, ranks in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
-        if rank in values and ranks in values and values[rank] >= values[ranks]:
+    # Ranks are numbered from 0, so the highest is the size minus 1.
+    for rank_name, size_name in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if rank_name in values and size_name in values and values[rank_name] >= values[size_name]:
             yield failed(
-                rank,
-                f"the environment variable is {values[rank]}, but must be below {ranks}={values[ranks]}",
+                rank_name,
+                f"the environment variable is {values[rank_name]}, but must be below {size_name}={values[size_name]}",
                 remedy,
             )
 
@@ -168,6 +170,7 @@ def check_master_address() -> Findings:
     if os.environ.get("RANK") != "0" or not address:
         return
     try:
+        # A socket can be bound only to an address of this machine. Port 0 stands for any free port.
         with socket.socket() as probe:
             probe.bind((address, 0))
     except socket.gaierror:
@@ -212,7 +215,7 @@ def check_host_names() -> Findings:
         ("MASTER_ADDR", os.environ.get("MASTER_ADDR"), "set a name or an address that every host can resolve"),
     ]
     for source, name, remedy in checked:
-        if not name:
+        if not name:  # MASTER_ADDR is not set
             continue
         try:
             # The address in the first result: [0] is the result, [4] its socket address, and [0] the host of that.
@@ -220,7 +223,8 @@ def check_host_names() -> Findings:
         except OSError:
             yield failed(source, f"{name} does not resolve", remedy)
             continue
-        if address.startswith(LOOPBACK) and not name.startswith(("localhost", *LOOPBACK)):
+        means_this_machine = name.startswith(("localhost", *LOOPBACK))
+        if address.startswith(LOOPBACK) and not means_this_machine:
             # Debian and Ubuntu let the host name resolve to the loopback device.
             yield warning(
                 source,
@@ -237,14 +241,16 @@ def check_interfaces() -> Findings:
     existing = [name for _, name in socket.if_nameindex()]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = os.environ.get(variable, "")
-        if variable.startswith("NCCL") and value.startswith("^"):  # interfaces that NCCL must not use
+        is_nccl = variable.startswith("NCCL")
+        if is_nccl and value.startswith("^"):  # interfaces that NCCL must not use
             yield ok("interface", f"{variable}={value}")
             continue
-        exact = value.startswith("=") or not variable.startswith("NCCL")
+        # NCCL takes the names for prefixes, unless the list begins with =. Gloo takes whole names.
+        has_prefixes = is_nccl and not value.startswith("=")
+        # A variable that is not set has no names: "".split(",") is [""], and filter removes the empty text.
         for wanted in filter(None, value.removeprefix("=").split(",")):
-            # NCCL takes the names for prefixes, unless the list begins with =.
             is_known = wanted in existing
-            if not exact:
+            if has_prefixes:
                 is_known = any(name.startswith(wanted) for name in existing)
             if is_known:
                 yield ok("interface", f"{variable}={wanted}")

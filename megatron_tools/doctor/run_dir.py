@@ -36,14 +36,17 @@ def check_writable(run_dir: Path) -> Findings:
 
 
 def check_lock(run_dir: Path, config: Config | None = None) -> Findings:
-    """Check that no other run holds the lock of the run directory or of the checkpoint folder."""
+    """Check that no other run holds the lock of the run directory or of the checkpoint folder.
+
+    config: settings of the run; None if they are invalid or not given, so --save is unknown.
+    """
     from megatron.locks.run_lock import LOCK_FILE
     from megatron.training.run_folder import save_dir_of
 
-    folder = save_dir_of(config, run_dir) if config else run_dir / "checkpoints"
+    save_dir = save_dir_of(config, run_dir) if config else run_dir / "checkpoints"
     locks = [run_dir / LOCK_FILE]
-    if not isinstance(folder, RemotePath):  # object storage has no locks
-        locks.append(folder / LOCK_FILE)
+    if not isinstance(save_dir, RemotePath):  # object storage has no locks
+        locks.append(save_dir / LOCK_FILE)
     held = [path for path in locks if path.exists()]
     if not held:
         yield ok("run lock", "not held")
@@ -95,19 +98,21 @@ def check_disk(save_dir: Path, run_dir: Path, checkpoint_bytes: float, config: C
         else:
             yield failed("disk", words, "free space, or give another --run-dir")
         return
-    keep_last = config.checkpoint.keep_last
-    # Without --keep-last every checkpoint stays, so space for at least ten is wanted. Else it is enough to hold those
-    # that are kept (at least two) and the new one.
-    comfortable_bytes = 10 * checkpoint_bytes if keep_last is None else 0.0
     words = f"{free / 1e9:.1f} GB free, a checkpoint takes {checkpoint_bytes / 1e9:.2g} GB"
     remedy = "free space, set --save to another disk, or keep fewer checkpoints (--keep-last 2)"
     num_permanent = _permanent_to_come(save_dir, config)
     if num_permanent:
         words += f", and --keep-every {config.checkpoint.keep_every} will keep {num_permanent} of them"
         remedy = "free space, set --save to another disk, or raise --keep-every"
+    # Without --keep-last every checkpoint stays, so space for ten is wanted. Else it is enough to hold the newest ones,
+    # those of --keep-every, and the new one.
+    wanted_bytes = 10 * checkpoint_bytes
+    keep_last = config.checkpoint.keep_last
+    if keep_last is not None:
+        wanted_bytes = (keep_last + num_permanent + 1) * checkpoint_bytes
     if free < 2 * checkpoint_bytes:
         yield failed("disk", f"{words}, and a new checkpoint is written before an old one is deleted", remedy)
-    elif free < max(((keep_last or 2) + 1 + num_permanent) * checkpoint_bytes, comfortable_bytes):
+    elif free < wanted_bytes:
         yield warning("disk", words, remedy)
     else:
         yield ok("disk", words)
@@ -121,6 +126,9 @@ def _permanent_to_come(save_dir: Path, config: Config) -> int:
     if not settings.keep_every or not settings.save_interval:
         return 0
     newest = max(numbered_checkpoints(save_dir), default=0)
+    # A checkpoint is permanent if its iteration is a multiple of both numbers: with --keep-every 300 and
+    # --save-interval 200, every 600 iterations. A run of 2000 iterations has 3 of them; at iteration 700, 3 - 1 = 2 are
+    # still to come.
     step = math.lcm(settings.keep_every, settings.save_interval)
     return max(config.train.train_iters // step - newest // step, 0)
 
@@ -214,15 +222,18 @@ def _check_samples(reader: Any, config: Config, wanted: Any) -> Findings:
                 )
                 return
         consumed = Consumed(consumed_samples, reader.state.get("consumed_tokens", 0))
-        # After --override-data, the checkpoint has stages of which the flags name only the last one.
-        if saved_data.paths != config.data.paths and not join_stages(saved_config, config, consumed, False)[0]:
-            yield warning(
-                "resume",
-                "the run's corpora have other paths than the checkpoint's; training will compare the consumed samples "
-                "and stop if they differ",
-                "pass the same corpora as in the checkpoint, or --override-data to continue with other samples",
-            )
-            return
+        if saved_data.paths != config.data.paths:
+            # After --override-data, the checkpoint has stages of which the flags name only the last one. Training then
+            # continues the checkpoint's stages, which are "" here if the flags name other corpora.
+            continued_stages, _ = join_stages(saved_config, config, consumed, override=False)
+            if not continued_stages:
+                yield warning(
+                    "resume",
+                    "the run's corpora have other paths than the checkpoint's; training will compare the consumed "
+                    "samples and stop if they differ",
+                    "pass the same corpora as in the checkpoint, or --override-data to continue with other samples",
+                )
+                return
     words = "the settings match the checkpoint"
     if wanted.position and reader.state["iteration"]:
         _, note = resolve_lr_schedule(config, saved_config)

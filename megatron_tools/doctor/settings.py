@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 def read_settings(flags: Sequence[str], run_config: Path | None, ranks: int) -> tuple[Config | None, list[Finding]]:
     """Return (settings, or None after an error; findings).
 
-    Without `flags`, the settings are those saved in the file `run_config`. ranks: 0 if it is unknown, see `parse`.
+    Without `flags`, the settings are those saved in the file `run_config`, the config.json of the run directory. If
+    there are flags, `run_config` may be None, or a file that does not exist yet. ranks: 0 if unknown, see `parse`.
     """
     try:
         if run_config and not flags:
@@ -75,8 +76,11 @@ def resolve_settings(config: Config, ranks: int, cluster: "Cluster | None") -> t
     except ConfigError:
         return None, []  # `check_layout` reports this error
     try:
-        # `--precision auto` chooses bf16 only where it is fast.
-        has_fast_bf16 = "bf16" in cluster.peak_tflops if cluster else device.has_fast_bf16(device.current_device())
+        # `--precision auto` chooses bf16 only where it is fast: where the data sheet of a cluster has a figure for it.
+        if cluster:
+            has_fast_bf16 = "bf16" in cluster.peak_tflops
+        else:
+            has_fast_bf16 = device.has_fast_bf16(device.current_device())
         resolved = resolve(config, ranks, has_fast_bf16)
     except ConfigError as error:
         return None, [failed("ds_config", str(error), "change the ds_config, or the flag that contradicts it")]
@@ -120,7 +124,8 @@ def check_memory(
     free_bytes, capacity_text = _free_memory(device_bytes, ranks_here or 1)
     kind_text = ", ".join(f"{kind} {size / 1e9:.2g}" for kind, size in bytes_by_kind.items())
     model = f"{parameters(config) / 1e6:.1f} million parameters"
-    words = f"{model}; the rank that needs the most memory needs {needed / 1e9:.2g} GB ({kind_text}); {capacity_text}"
+    usage = f"{model}; the rank that needs the most memory needs {needed / 1e9:.2g} GB ({kind_text})"
+    words = f"{usage}; {capacity_text}"
     remedy = (
         "use more ranks with --model-parallel-size, --pipe-parallel-size or --zero-stage 1 to 3, "
         "--checkpoint-activations, a smaller model or --precision bf16; tools/plan.py finds a layout"
@@ -128,8 +133,7 @@ def check_memory(
     if device_bytes is None and ranks_here is None:
         yield warning(
             "memory",
-            f"{model}; the rank that needs the most memory needs {needed / 1e9:.2g} GB ({kind_text}); {ranks} ranks "
-            "are more than this machine has cores",
+            f"{usage}; {ranks} ranks are more than this machine has cores",
             "give --cluster or --hostfile, or run the doctor on a node of the cluster",
         )
     elif needed > free_bytes:

@@ -124,6 +124,7 @@ def _parse_cluster(content: Any) -> Cluster:
         for figure, value in link.items():
             _check_positive(f"{name}.{figure}", value)
         links[name] = Link(**link)
+    # Links and a tuple replace the objects and the list of the file.
     return Cluster(**{**content, **links, "sources": tuple(content["sources"])})
 
 

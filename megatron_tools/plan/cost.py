@@ -65,10 +65,12 @@ def pipeline_units(name: str, extra_warmup: int, chunks: int, stages: int, micro
         return float(micros)
     simulated = micros
     # These schedules reach a steady state, in which each further micro-batch adds one unit. A timetable of four times
-    # as many micro-batches as stages contains it, and takes much less time to compute.
-    is_steady = name in ("1f1b", "gpipe", "interleaved")
+    # as many micro-batches as warm up the pipeline contains it, and takes much less time to compute: for 4 stages and
+    # 100 micro-batches, 16 are simulated and the other 84 add 84 units.
+    reaches_steady_state = name in ("1f1b", "gpipe", "interleaved")
     warmup = stages * (1 + extra_warmup)
-    if is_steady and micros > 6 * warmup and micros % stages == 0:
+    # `interleaved` runs only multiples of the stages; 4 * warmup is one, too.
+    if reaches_steady_state and micros > 6 * warmup and micros % stages == 0:
         simulated = 4 * warmup
     plan = instructions_of(name, stages, simulated, chunks, extra_warmup)
     last_end = max(span.end for span in simulate_times(plan, 1.0, backward))
@@ -168,17 +170,17 @@ def layer_flops(shapes: Shapes, layer: Layer) -> tuple[float, float]:
         if layer.name != "head":
             return 0.0, 0.0
         return 2.0 * shapes.layer_tokens(layer) * m.hidden_size * padded_vocabulary(c, shapes.ranks) / shapes.ranks, 0.0
-    encoder, decoder = sample_lengths(c)
+    encoder_length, decoder_length = sample_lengths(c)  # without a decoder, the sequence length and 0
     inner = m.num_attention_heads * m.head_size
     # The multiply-adds of queries with keys, and of scores with values: 2 x length x length x width.
     if _has_cross_attention(layer):
-        score_flops = 2 * decoder * decoder * inner + 2 * decoder * encoder * inner
+        score_work = 2 * decoder_length * decoder_length * inner + 2 * decoder_length * encoder_length * inner
     else:
-        score_flops = 2 * encoder * encoder * inner
+        score_work = 2 * encoder_length * encoder_length * inner
     batch_size = c.train.batch_size
     shards = shapes.ranks * c.parallel.context_parallel_size
-    # A multiply-add is two FLOPs, and layer.work counts the multiply-adds of both kinds over one sample.
-    return 2.0 * batch_size * (layer.work - score_flops) / shards, 2.0 * batch_size * score_flops / shards
+    # A multiply-add is two FLOPs, and layer.work counts the multiply-adds of one sample: of matmuls and of scores.
+    return 2.0 * batch_size * (layer.work - score_work) / shards, 2.0 * batch_size * score_work / shards
 
 
 def _has_cross_attention(layer: Layer) -> bool:
@@ -199,7 +201,8 @@ def stage_seconds(
     seconds = Seconds()
     for layer in stage.layers:
         matmul_flops, score_flops = layer_flops(shapes, layer)
-        # A backward pass is two forward passes of work; recomputation adds one more.
+        # A backward pass has the work of two forward passes, and recomputation repeats the forward pass. The model's
+        # FLOPs do not count repeated work.
         repeats = 4 if recomputes and layer.repeated else 3
         model_flops += 3 * (matmul_flops + score_flops)
         done_flops += repeats * (matmul_flops + score_flops)
@@ -210,11 +213,12 @@ def stage_seconds(
             seconds.matmuls += qkv_flops / matmul_rate
             _add_layer_seconds(seconds, layer, score_flops, shapes, resolved, cluster, e)
         elif layer.name == "head":
-            # Loss and softmax are taken to read or write the logits and their gradients six times in all.
+            # Loss and softmax are taken to read or write the logits and their gradients six times in all, and each rank
+            # has its shard of the vocabulary.
             logits = 6 * shapes.layer_tokens(layer) * padded_vocabulary(shapes.config, shapes.ranks) / shapes.ranks
             seconds.memory += logits * shapes.width / memory_rate
     if resolved.zero_stage == 3:
-        # The weights are gathered for the forward and for the backward pass, each time half of an all-reduce.
+        # The weights are gathered for the forward and for the backward pass. Each gather is half of an all-reduce.
         weight_bytes = stage.count.held * shapes.width
         seconds.weights = all_reduce_seconds(weight_bytes, replicas, shapes.ranks, cluster, e)
     if p.stages > 1:
@@ -245,7 +249,9 @@ def _add_layer_seconds(
     tokens = shapes.layer_tokens(layer)
     peak = cluster.sustained_peak(resolved.precision)
     memory_rate = cluster.memory_bandwidth * 1e9 * e.memory
-    # Passes through the layer: forward, and twice as much backward, and forward again if the layer is recomputed.
+    # Passes through the layer: forward, and twice as much backward, and forward again if the layer is recomputed. A
+    # forward pass has two all-reduces, after attention and MLP, and two all-to-alls, before and after the experts. A
+    # backward pass has as many.
     passes = 3
     attention_passes = 4 if m.checkpoint_attention else 3
     all_reduces = 4
@@ -281,10 +287,10 @@ def boundary_bytes(stage: Stage, shapes: Shapes) -> float:
     A rank sends its shard of the hidden states. In a T5 decoder, it also sends its shard of the encoder's output.
     """
     last_layer = stage.layers[-1]
-    states = shapes.layer_tokens(last_layer)
+    sent_tokens = shapes.layer_tokens(last_layer)
     if shapes.in_decoder(last_layer):
-        states += shapes.tokens[0]
-    return states * shapes.config.model.hidden_size * shapes.width / shapes.ranks
+        sent_tokens += shapes.tokens[0]  # the encoder's tokens
+    return sent_tokens * shapes.config.model.hidden_size * shapes.width / shapes.ranks
 
 
 def cost_of(

@@ -68,7 +68,8 @@ def solve_batch(replicas: int, total: int | None, micro: int | None, gas: int | 
             f"--global-batch-size {total} is not {known} x {replicas} replicas; set --global-batch-size to {near} or "
             f"another multiple of {step_samples}"
         )
-    return Batch(total, micro or total // step_samples, gas or total // step_samples)
+    missing_size = total // step_samples  # micro or gas, as at most one of them is missing
+    return Batch(total, micro or missing_size, gas or missing_size)
 
 
 @dataclass(frozen=True)
@@ -149,15 +150,15 @@ def _search_space(request: SearchRequest) -> dict[str, list[Any]]:
     pp_sizes = [0]
     ep_sizes = []
     for size in range(1, request.devices + 1):
-        if request.devices % size:
+        if request.devices % size:  # a parallel size must divide the devices
             continue
         if size <= request.cluster.devices_per_node:
             tp_sizes.append(size)
         if 1 < size <= num_layers:
             pp_sizes.append(size)
-        if (c.model.num_experts or 1) % size == 0:
+        if (c.model.num_experts or 1) % size == 0:  # a model without experts has only the size 1
             ep_sizes.append(size)
-    is_mixed_precision = c.train.dtype in ("bf16", "fp16")
+    is_mixed_precision = c.train.dtype in ("bf16", "fp16")  # needs ZeRO, which keeps fp32 master weights
     space: dict[str, list[Any]] = {
         "model_parallel_size": tp_sizes,
         "pipe_parallel_size": pp_sizes,
@@ -167,6 +168,7 @@ def _search_space(request: SearchRequest) -> dict[str, list[Any]]:
     }
     for name in space:
         value = getattr(c.parallel, name)
+        # --zero-stage may be given as `none`, which leaves the choice to the search.
         if name in request.fixed and value is not None:
             space[name] = [value]
     # Pairs of (--checkpoint-activations, --recompute-modules): nothing, some modules or whole layers.
@@ -213,9 +215,9 @@ def candidates(request: SearchRequest) -> Iterator[Config]:
 def _batch_sizes(request: SearchRequest, replicas: int) -> Iterator[Batch]:
     """Yield the batches to try with this number of replicas, without those whose sizes are no whole numbers."""
     micros: Sequence[int | None] = [request.micro]
-    # If the global batch and gas are given, the micro-batch follows from them; else several sizes are tried.
-    follows = request.gas is not None and request.total is not None
-    if request.micro is None and not follows:
+    # The global batch and gas determine the micro-batch: for None, `solve_batch` computes it. Else several are tried.
+    determine_micro = request.gas is not None and request.total is not None
+    if request.micro is None and not determine_micro:
         micros = MICRO_BATCHES
     for micro in micros:
         with suppress(ValueError):
@@ -292,14 +294,16 @@ def _explain_no_layout(request: SearchRequest) -> str:
     If the user's own settings already raise an error, that error's message is returned.
     """
     c = request.config
+    micro = request.micro
     # solve_batch needs two sizes. If only the global batch is given, it is tried with one sample per micro-batch.
-    micro = request.micro or (None if request.gas else 1)
+    if not micro and not request.gas:
+        micro = 1
     try:
         replicas = c.parallel.data_parallel_size(request.devices)
         batch = solve_batch(replicas, request.total, micro, request.gas)
         values: dict[str, Any] = {"batch_size": batch.micro, "gas": batch.gas}
         if "zero_stage" not in request.fixed:
-            values["zero_stage"] = None
+            values["zero_stage"] = None  # the lowest stage that the precision allows
         evaluate(with_values(c, values), request.devices, request.cluster)
     except ValueError as error:
         return str(error)

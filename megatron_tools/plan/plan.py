@@ -79,8 +79,11 @@ def fixed_settings(flags: list[str], config: Config, ranks: int) -> frozenset[st
     """
     words, _ = replace_renamed_flags(flags)
     given = read_flags(words)
+    # `source.values` begins with the settings given as this project's flags. Each translated flag of another framework
+    # adds the settings that it stands for.
     source = new_source(given.settings, given.foreign)
     source.translate_all(given.foreign)
+    # The translation of some flags depends on other settings or the number of ranks, so it comes last.
     source.apply_deferred(config, ranks, with_values)
     return LAYOUT_SETTINGS & source.values.keys()
 
@@ -125,13 +128,13 @@ def main(args: argparse.Namespace) -> None:
 
 def _check_nodes(devices: int, cluster: Cluster) -> None:
     """Raise ValueError for several nodes of which one is used in part: links and launches need equal nodes."""
-    each = cluster.devices_per_node
+    per_node = cluster.devices_per_node
     # A single node may be used in part.
-    if devices > each and devices % each:
-        fewer = devices // each * each
+    if devices > per_node and devices % per_node:
+        fewer = devices // per_node * per_node  # 16 for 20 devices on nodes of 8
         raise ValueError(
-            f"--devices {devices} is not a multiple of the {each} devices of a node of {cluster.name}: use {fewer} or "
-            f"{fewer + each}, or a cluster file with another devices_per_node"
+            f"--devices {devices} is not a multiple of the {per_node} devices of a node of {cluster.name}: use {fewer} "
+            f"or {fewer + per_node}, or a cluster file with another devices_per_node"
         )
 
 
@@ -144,6 +147,7 @@ def draw_memory(layout: Layout, cluster: Cluster, path: str) -> None:
     colours = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#b279a2", "#9d9d9d", "#eeca3b")
     for kind, colour in zip(MEMORY_KINDS, colours, strict=True):
         sizes = [getattr(memory, kind) / 1e9 for memory in layout.memory]
+        # Each kind is stacked on the kinds before it. Stages are 1 apart, and a bar is 0.7 wide.
         axes.bar(stages, sizes, 0.7, bottoms, label=kind, color=colour)
         for stage, size in enumerate(sizes):
             bottoms[stage] += size

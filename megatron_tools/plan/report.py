@@ -21,8 +21,8 @@ MEMORY_KINDS = tuple(f.name for f in fields(Memory))
 
 def as_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Lines:
     """Yield the lines of Markdown tables with aligned columns, one table for each part that fits the terminal."""
-    separator: list[str] = []
-    # Each part is the row of heads and the rows below it, with as many columns as fit.
+    separator: list[str] = []  # an empty line before each table except the first
+    # Each part is the row of heads and the rows below it, with as many columns as fit. " | " needs a gap of 3.
     for head, *block in split_columns([heads, *rows], gap=3):
         yield from separator
         widths = [max(map(len, column)) for column in zip(head, *block, strict=True)]

@@ -82,7 +82,7 @@ def _config_json(config: Config, steps: int | None) -> str:
 
 def _ds_config(layout: Layout) -> str:
     """Return the content of ds_config.json: the settings of the user's file, with the batch sizes of the layout."""
-    # `resolve` has already checked the sections of the file.
+    # The second argument checks a section of the file. `resolve` has already done so, so here it finds no problem.
     content = read_file(layout.config, lambda key, section: None)
     content |= batch_sizes(layout.config, layout.devices)
     content.setdefault("steps_per_print", "auto")
@@ -139,10 +139,10 @@ REQUIRE_USER_DATA = """: "${VOCAB_FILE:?the tokenizer; train-tokenizer (tools/tr
 def _prepare_sample_data(vocab_size: int) -> str:
     """Return shell code that prepares the sample corpus or a tokenizer if the user gives none.
 
-    vocab_size: vocabulary size of the model.
+    vocab_size: vocabulary size of the model, at least MIN_SAMPLE_VOCABULARY.
     """
     # A small model vocabulary leaves room for special tokens, such as a T5's sentinels.
-    trained_size = 4000 if vocab_size > 5000 else max(vocab_size - 200, vocab_size // 2)
+    trained_size = 4000 if vocab_size > 5000 else vocab_size - 200
     return f"""# Without DATA_PATH and VOCAB_FILE, train on the sample corpus of the checkout with a new tokenizer.
 CORPUS=${{CORPUS:-$ROOT/corpus/sample.jsonl}}
 if [ -z "${{VOCAB_FILE:-}}" ]; then

@@ -53,6 +53,7 @@ def config_of_width(width: int, base: Config, grow: str, mup: bool) -> Config:
     if width % m.hidden_size:
         raise ValueError(f"the width {width} is not a multiple of the smallest width {m.hidden_size}; change --widths")
     growth = width // m.hidden_size
+    # kv_hidden_size is the size of a head. With more heads it stays, so it needs no base size.
     values: dict[str, Any] = {
         "hidden_size": width,
         "ff_hidden_size": m.ff_size * growth,
@@ -78,7 +79,7 @@ def config_of_width(width: int, base: Config, grow: str, mup: bool) -> Config:
 def activation_changes(config: Config, steps: int) -> Sizes:
     """Train the model for `steps` steps on one random batch, and return how much its activations have changed."""
     model_class: Any = T5Model if config.is_t5 else GPT2Model
-    model = model_class(config, parallel_output=False).eval()
+    model = model_class(config, parallel_output=False).eval()  # without dropout, which would change activations, too
     optim = config.optim
     factors = layer_lr_factors(model, config.model, optim.muon_scale)
     param_groups = group_keys(model, optim, factors=factors)
@@ -99,7 +100,8 @@ def activation_changes(config: Config, steps: int) -> Sizes:
         outputs.clear()
         logits = model(*inputs)
         outputs["logits"].append(logits.detach())
-        first_outputs = first_outputs or dict(outputs)  # a copy, made in the first round only
+        if step == 0:
+            first_outputs = dict(outputs)  # a copy, as the next round clears `outputs`
         if step < steps:
             optimizer.zero_grad()
             F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()  # type: ignore[no-untyped-call]

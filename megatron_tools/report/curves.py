@@ -44,7 +44,7 @@ def thin_out(points: Sequence[Point]) -> list[Point]:
         return list(points)
 
     def value_at(i: int) -> float:
-        return points[i][1] or 0.0
+        return points[i][1] or 0.0  # only called for points whose value is not None
 
     # Up to four points of each range are kept, so there are MAX_POINTS / 4 ranges.
     size = math.ceil(4 * count / MAX_POINTS)
@@ -52,7 +52,7 @@ def thin_out(points: Sequence[Point]) -> list[Point]:
     for begin in range(0, count, size):
         indices = range(begin, min(begin + size, count))
         known = [i for i in indices if points[i][1] is not None]
-        chosen = {indices[0], indices[-1]}
+        chosen = {indices[0], indices[-1]}  # a set, because a point may be chosen for two reasons
         if known:
             chosen.add(min(known, key=value_at))
             chosen.add(max(known, key=value_at))
@@ -144,12 +144,13 @@ def _spike_marks(run: int, row: Row) -> Iterator[Shape]:
 
 def _nan_marks(run: int, train: Sequence[Row]) -> Shapes:
     """Return a mark at the first log line from which on every loss is NaN, if the last loss is NaN."""
+    # From the last row back to the last finite loss: `first` ends as the iteration of the row after it.
     first = None
     for row in reversed(train):
         if math.isfinite(row["lm_loss"]):
             break
         first = row["iteration"]
-    if first is None:
+    if first is None:  # the last loss is finite, or there are no rows
         return []
     return [{"run": run, "x": first, "label": f"NaN from iteration {first}", "line": True}]
 
@@ -201,12 +202,12 @@ def _training_charts(runs: Runs) -> Iterator[Chart]:
     """Yield the charts of TRAINING_METRICS that have values other than zero."""
     for key, title, unit, log, factor in TRAINING_METRICS:
         lines = []
-        # Other metrics, such as the z-loss, are 0 in runs that do not use them, and then have no chart.
         shown = key in SHOWN_IF_ZERO
         for index, run in enumerate(runs):
             points = _points(run.rows_of("train"), key, partial(mul, factor))
             line = chart_line(index, title.lower(), "plain", points)
             lines.append(line)
+            # A metric such as the z-loss is 0 or None in runs that do not use it, and then has no chart.
             shown = shown or any(line["y"])
         if shown:
             yield Chart(key, title, unit, log, lines, zero=not log)

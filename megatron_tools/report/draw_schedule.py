@@ -30,16 +30,17 @@ def as_text(spans: list[Span], stages: int, unit: float) -> str:
     cell_width = 4 if chunked else 3
     rows = [""] * stages
     for span in sorted(spans, key=lambda s: s.begin):
-        begin_column = round(span.begin / unit)
-        end_column = round(span.end / unit)
-        kind = span.kind
+        begin_cell = round(span.begin / unit)
+        end_cell = round(span.end / unit)
+        pass_name = span.kind
         if chunked:
-            # Fa is a forward pass of the first chunk.
-            kind += ascii_letters[span.chunk % 52]
+            # Fa is a forward pass of the first chunk. There are 52 letters, from a to Z.
+            pass_name += ascii_letters[span.chunk % 52]
         # A pass of 2 units in cells of 3 characters is shown as `B0--- `.
-        width = cell_width * (end_column - begin_column)
-        label = f"{kind}{span.micro}".ljust(width - 1, "-")
-        row = rows[span.stage].ljust(cell_width * begin_column)
+        width = cell_width * (end_cell - begin_cell)
+        label = f"{pass_name}{span.micro}".ljust(width - 1, "-")
+        # Spaces up to the begin of the pass show the time in which the stage was idle.
+        row = rows[span.stage].ljust(cell_width * begin_cell)
         rows[span.stage] = f"{row}{label} "
     return "\n".join(f"stage {stage} | {row.rstrip()}" for stage, row in enumerate(rows))
 

@@ -101,12 +101,13 @@ def write_png(path: str | Path, rows: Rows, stages: int, unit: str) -> None:
     figure = new_figure("--png", figsize=(WIDTH / 80, height / 80), layout="constrained")
     all_axes = figure.subplots(len(rows), sharex=True, squeeze=False)
     stage_names = [f"stage {stage}" for stage in range(stages)]
-    min_numbered = 0.012 * last_end(rows) * factor
+    min_numbered = 0.012 * last_end(rows) * factor  # a bar below 1.2% of the width has no room for its number
     for axes, (title, spans) in zip(all_axes[:, 0], rows.items(), strict=True):
         axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
         for span in spans:
             begin = span.begin * factor
             duration = (span.end - span.begin) * factor
+            # A bar lies in the row of its stage, is 0.76 rows high, and extends from `begin` to the right.
             axes.barh(
                 span.stage,
                 duration,
@@ -116,7 +117,6 @@ def write_png(path: str | Path, rows: Rows, stages: int, unit: str) -> None:
                 edgecolor="white",
                 linewidth=0.6,
             )
-            # A narrower bar has no room for its number.
             if duration > min_numbered:
                 axes.text(begin + duration / 2, span.stage, str(span.micro), ha="center", va="center", fontsize=9)
         axes.set_yticks(range(stages), stage_names)

@@ -52,11 +52,12 @@ def machine_facts(run: RunData, parameters: int | None) -> Facts:
     yield "layout", layout_label(run)
 
     def column(key: str) -> list[Any]:
+        # 0 replaces a missing value, and a null such as that of mfu on a device whose peak FLOP/s are unknown.
         return [row.get(key) or 0 for row in train]
 
     if train:
         peak_memory = max(column("memory_mb"))
-        memory_before = max(column("memory_before_model_mb"))
+        memory_before = max(column("memory_before_model_mb"))  # logged on CPUs only
         memory_text = f"{peak_memory / 1e3:,.2f} GB"
         if memory_before:
             memory_text += f" of the process, {memory_before / 1e3:,.2f} GB of it before the model was built"

@@ -1,6 +1,5 @@
 """Conversion of the timelines that a run recorded to the pipeline schedules that it executed."""
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -46,12 +45,14 @@ def iterations(ranks: Sequence[RankTrace]) -> list[Iteration]:
         raise ValueError(
             f"the timeline of stage {min(missing)} is missing: its rank wrote no timeline, or wrote it to another disk"
         )
+    # Iteration -> stage -> event of the stage's training step.
     steps: dict[int, dict[int, dict[str, Any]]] = defaultdict(dict)
     for stage, rank in stages.items():
         for event in rank.events:
             if event["cat"] == "step" and event["name"] == "train_batch":
                 steps[event["args"]["iteration"]][stage] = event
     complete = []
+    # The ranks write their files from time to time, so some stages may lack the newest iterations.
     for number, events_of_stages in sorted(steps.items()):
         if len(events_of_stages) == len(stages):
             complete.append(_iteration(number, events_of_stages, stages))
@@ -81,15 +82,13 @@ def _iteration(number: int, steps: dict[int, dict[str, Any]], stages: dict[int, 
     step_begin = min(step["ts"] for step in steps.values())
     step_end = max(step["ts"] + step["dur"] for step in steps.values())
     stage_passes = []
-    first_start = math.inf
     for stage, rank in stages.items():
         step = steps[stage]
         for event in _passes(rank, number):
+            # An evaluation after the training step has passes of the same iteration, which do not count here.
             if step["ts"] <= event["ts"] <= step["ts"] + step["dur"]:
                 stage_passes.append((stage, event))
-                first_start = min(first_start, event["ts"])
-    if not stage_passes:
-        first_start = step_begin
+    first_start = min((event["ts"] for _, event in stage_passes), default=step_begin)
     spans = []
     for stage, event in stage_passes:
         begin_seconds = (event["ts"] - first_start) / 1e6

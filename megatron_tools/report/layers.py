@@ -111,10 +111,12 @@ def heat_map(values: LayerValues) -> str:
     lowest = min(finite, default=0.0)
     # Not 0 for equal values, because colours divide by the range.
     value_range = max(max(finite, default=0.0) - lowest, 1e-12)
-    wide = (WIDTH - LEFT) / len(columns)
-    tall = HEIGHT * len(scaled_by_layer) + 22
+    column_width = (WIDTH - LEFT) / len(columns)
+    total_height = HEIGHT * len(scaled_by_layer) + 22  # 22 pixels below the rows for the axis
     title = METRIC_TITLES.get(values.metric, SHARES_TITLE)
-    elements = [f'<svg viewBox="0 0 {WIDTH} {tall}" width="{WIDTH}" role="img" font-size="11" aria-label="{title}">']
+    elements = [
+        f'<svg viewBox="0 0 {WIDTH} {total_height}" width="{WIDTH}" role="img" font-size="11" aria-label="{title}">'
+    ]
     for row, (name, scaled) in enumerate(scaled_by_layer.items()):
         y = row * HEIGHT
         elements.append(f'<text x="0" y="{y + 12}" fill="currentColor">{html.escape(name)}</text>')
@@ -123,12 +125,13 @@ def heat_map(values: LayerValues) -> str:
                 continue
             tooltip = f"{name}, {values.axis} {values.iterations[index]:,}: {values.layers[name][index]:.4g}"
             elements.append(
-                f'<rect x="{LEFT + column * wide:.1f}" y="{y}" width="{wide + 0.3:.1f}" height="{HEIGHT - 1}" '
+                f'<rect x="{LEFT + column * column_width:.1f}" y="{y}" width="{column_width + 0.3:.1f}" '
+                f'height="{HEIGHT - 1}" '
                 f'fill="{_colour_of((value - lowest) / value_range)}"><title>{html.escape(tooltip)}</title></rect>'
             )
     first = values.iterations[0]
     last = values.iterations[columns[-1]]
-    axis_y = tall - 8
+    axis_y = total_height - 8
     elements.append(f'<text x="{LEFT}" y="{axis_y}" fill="currentColor">{values.axis} {first:,}</text>')
     elements.append(f'<text x="{WIDTH}" y="{axis_y}" fill="currentColor" text-anchor="end">{last:,}</text></svg>')
     return "".join(elements) + _scale_html(values.metric, lowest, lowest + value_range)

@@ -58,12 +58,10 @@ def page(runs: Runs, parameters: Sequence[int | None], timetables: Mapping[int, 
 
 def _body(runs: Runs, parameters: Sequence[int | None], timetables: Mapping[int, Timetable]) -> str:
     """Return the page's content, without its head and scripts."""
-    names = []
-    saved_configs = []
-    columns = []
+    names = [run.name for run in runs]
+    saved_configs = [run.saved_config for run in runs]
+    columns = []  # of the table of results, one for each run
     for run, parameter_count in zip(runs, parameters, strict=True):
-        names.append(run.name)
-        saved_configs.append(run.saved_config)
         columns.append([*facts.result_facts(run), *facts.machine_facts(run, parameter_count)])
     now = time.strftime("%Y-%m-%d %H:%M")
     title = names[0] if len(runs) == 1 else f"{len(runs)} runs"
@@ -115,12 +113,9 @@ def _figures(runs: Runs, charts: Sequence[Chart]) -> str:
     """Return the HTML of the charts, which page.js draws from the data in it."""
     if not charts:
         return '<p class="note">metrics.jsonl has no values to draw yet.</p>'
-    names = []
-    axes = []
-    for run in runs:
-        names.append(run.name)
-        # The places of a run's iterations on each horizontal axis that the page offers.
-        axes.append(run.axes())
+    names = [run.name for run in runs]
+    # The places of a run's iterations on each horizontal axis that the page offers.
+    axes = [run.axes() for run in runs]
     figures = ""
     for chart in charts:
         data = f'<script type="application/json">{as_data(chart._asdict())}</script>'
@@ -198,8 +193,10 @@ def _settings(runs: Runs, rows: Sequence[Setting]) -> str:
     parts = []
     if len(runs) > 1:
         changed_title += ", equal in all runs"
-        title = "Settings that differ" if differing else "No setting differs except the folders"
-        parts.append(_table(title, names, differing, code=True) or f"<section><h2>{title}</h2></section>")
+        if differing:
+            parts.append(_table("Settings that differ", names, differing, code=True))
+        else:
+            parts.append("<section><h2>No setting differs except the folders</h2></section>")
     parts.append(_table(changed_title, names[:1], changed, code=True))
     for section, section_rows in by_section.items():
         table = _table("", names, section_rows, code=True)

@@ -59,14 +59,16 @@ def stage_starts(run: RunData) -> list[float]:
     starts = []
     for stage in parse_stages(stages)[1:]:
         consumed_key = f"consumed_{stage.unit}"
-        before = {"iteration": 0, consumed_key: 0}
+        previous = {"iteration": 0, consumed_key: 0}
         for row in run.rows_of("train"):
             if row[consumed_key] >= stage.begin:
-                # Rows are some iterations apart; in between, the samples or tokens are taken to grow evenly.
-                share = (stage.begin - before[consumed_key]) / (row[consumed_key] - before[consumed_key])
-                starts.append(before["iteration"] + share * (row["iteration"] - before["iteration"]))
+                # Rows are some iterations apart; in between, the samples or tokens are taken to grow evenly. A stage
+                # that begins at sample 1500 has its start at iteration 15 if the rows around it have 1000 samples at
+                # iteration 10 and 2000 at iteration 20.
+                share = (stage.begin - previous[consumed_key]) / (row[consumed_key] - previous[consumed_key])
+                starts.append(previous["iteration"] + share * (row["iteration"] - previous["iteration"]))
                 break
-            before = row
+            previous = row
     return starts
 
 
@@ -98,8 +100,9 @@ def draw_losses(rows: Sequence[Row], baselines: dict[str, float], path: Path, st
             )
     for iteration in stages:
         axes.axvline(iteration, color="#525252", linestyle=":", linewidth=1.0)
+    # A T5 has two baselines: dotted for all targets, dashed for the masked text. Other runs have one or none, and then
+    # zip ends before the styles do.
     styles = (":", "--") if len(baselines) > 1 else ("--",)
-    # strict=False, because there may be no baseline.
     for (text_name, nats), style in zip(baselines.items(), styles, strict=False):
         axes.axhline(nats, color="#525252", linestyle=style, linewidth=1.2, label=f"unigram entropy of the {text_name}")
     axes.set_xlabel("iteration")
@@ -118,11 +121,11 @@ def _loss_curves(rows: Sequence[Row]) -> Iterator[Curve]:
     yield "valid", "lm_loss", "validation loss", "#c2410c", "o"
     yield "valid", "text_loss", "validation loss on masked text", "#15803d", "s"
     yield "test", "lm_loss", "test loss", "#7c3aed", MARKERS["test"]
-    splits = named_splits(rows, "train", "valid", "test")
+    splits = named_splits(rows, "train", "valid", "test")  # one for each corpus, such as valid/web
     corpora = sorted({split.partition("/")[2] for split in splits})
     for split in splits:
         part, _, corpus = split.partition("/")
-        colour = f"C{corpora.index(corpus) % 10}"
+        colour = f"C{corpora.index(corpus) % 10}"  # matplotlib has ten default colours, C0 to C9
         yield split, "lm_loss", split, colour, MARKERS[part]
 
 

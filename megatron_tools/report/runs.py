@@ -39,7 +39,7 @@ def read_metrics(run_dir: Path) -> list[Row]:
             raise ValueError(f"{path}, line {line_number}: {error}; delete the line") from None
         if row is None:
             continue
-        # metrics.jsonl contains null for a number that is NaN.
+        # metrics.jsonl contains null for a number that is NaN. For a number that the row lacks, the default 0 skips it.
         for key in LOSS_KEYS:
             if row.get(key, 0) is None:
                 row[key] = math.nan
@@ -143,22 +143,23 @@ class RunData:
         not include evaluation and checkpoints, nor the iterations of another run that this run continues.
         """
         train = self.rows_of("train")
-        # The first row has at most the iterations of one log interval; those before are of another run.
+        # The first row has at most the iterations of one log interval; those before are of another run. If the first
+        # rows have the iterations 410 and 420, the interval is 10 and 409 // 10 * 10 = 400 are of another run.
         logged = [row["iteration"] for row in train[:2]] or [1]
         interval = max(logged[-1] - logged[0], self.config.log.log_interval or 10)
-        earlier = (logged[0] - 1) // interval * interval
+        of_other_run = (logged[0] - 1) // interval * interval
         points = [(0.0, 0.0, 0.0)]
         for row in train:
             iteration, tokens, hours = points[-1]
             consumed = float(row["consumed_tokens"])
             speed = row.get("tokens_per_second")
             done = row["iteration"] - iteration
-            # The samples of skipped iterations count as consumed, but take no time.
-            skipped = earlier + (row.get("passed_over") or 0)
-            earlier = 0
-            trained_share = max(1 - skipped / done, 0.0) if done > 0 else 1.0
+            # Iterations that a flag skips (passed_over) consume their samples, too, but take no time.
+            timeless = of_other_run + (row.get("passed_over") or 0)
+            of_other_run = 0  # they are all before the first row
+            timed_share = max(1 - timeless / done, 0.0) if done > 0 else 1.0
             # A row gives the speed since the row before it.
-            added_hours = trained_share * (consumed - tokens) / speed / 3600 if speed else 0.0
+            added_hours = timed_share * (consumed - tokens) / speed / 3600 if speed else 0.0
             points.append((row["iteration"], consumed, hours + added_hours))
         step = math.ceil(len(points) / MAX_AXIS_POINTS)
         kept = points[:-1:step] + points[-1:]  # every step-th point, and always the last

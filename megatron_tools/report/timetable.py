@@ -78,17 +78,17 @@ def timetable_of(ranks: Sequence[timeline.RankTrace], iteration: int | None = No
     )
 
 
-def ideal_spans(about: Mapping[str, Any], spans: Sequence[Span]) -> list[Span]:
+def ideal_spans(metadata: Mapping[str, Any], spans: Sequence[Span]) -> list[Span]:
     """Return the passes of the ideal timetable, in which a pass waits only for its inputs.
 
     Each pass takes the median time of the passes in `spans` that have the same kind, stage and chunk.
+    metadata: stages, chunks, schedule and extra warmup, as each rank of the run recorded them.
     """
-    stages = about["stages"]
-    chunks = about["chunks"] if stages > 1 else 1
-    micros = 1 + max(span.micro for span in spans)  # a schedule of batch sizes may need fewer than --gas
-    schedule = about["schedule"]
-    extra_warmup = about["extra_warmup"]
-    plan = instructions_of(schedule, stages, micros, chunks, extra_warmup)
+    stages = metadata["stages"]
+    chunks = metadata["chunks"] if stages > 1 else 1
+    # With --batch-size-schedule, an iteration may have fewer micro-batches than --gas. They are numbered from 0.
+    micros = 1 + max(span.micro for span in spans)
+    plan = instructions_of(metadata["schedule"], stages, micros, chunks, metadata["extra_warmup"])
     durations: dict[tuple[str, int, int], list[float]] = {}
     for span in spans:
         key = (span.kind, span.stage, span.chunk)

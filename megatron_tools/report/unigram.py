@@ -38,16 +38,17 @@ def count_tokens(data_path: Sequence[str] | None, split: str, vocab_size: int) -
     corpora = parse_blend(data_path or [])
     if len(corpora) != 1:
         return None
-    prefix = corpora[0][1]
+    _, prefix = corpora[0]  # its weight does not matter
     if not Path(f"{prefix}.idx").is_file():
         return None
     indexed = IndexedDataset(prefix)
     train, valid, _ = split_documents(parse_split(split), indexed.num_documents)
-    document_ends = np.concatenate([[0], indexed.document_ends()])
+    # Document i has the tokens boundaries[i] to boundaries[i + 1].
+    boundaries = np.concatenate([[0], indexed.document_ends()])
 
     def counts(part: range) -> Counts:
         # The tokens of the part's documents, which are contiguous.
-        tokens = indexed.tokens[document_ends[part.start] : document_ends[part.stop]][:MAX_COUNTED_TOKENS]
+        tokens = indexed.tokens[boundaries[part.start] : boundaries[part.stop]][:MAX_COUNTED_TOKENS]
         return np.bincount(tokens, minlength=vocab_size)
 
     return counts(train), counts(valid)
@@ -82,19 +83,21 @@ def target_entropies(config: Config, samples: int) -> TargetEntropies | None:
     counts = count_tokens(config.data.data_path, config.data.split, tokenizer.vocab_size)
     if counts is None:
         return None
-    (train, valid, _), _ = T5().datasets(config, tokenizer)
-    if train is None or valid is None:
+    text_counts, _ = counts  # of the training text, without sentinels
+    (train_dataset, valid_dataset, _), _ = T5().datasets(config, tokenizer)
+    if train_dataset is None or valid_dataset is None:
         return None
+    # A token is either text or a mark: a sentinel, an end token or padding.
     is_text = np.ones(tokenizer.vocab_size, dtype=bool)
     is_text[[tokenizer.eod, tokenizer.pad, *tokenizer.sentinels]] = False
+    # The probabilities of the text tokens, which add up to 1. The + 1 is the add-one smoothing.
     text_probabilities = np.zeros(tokenizer.vocab_size)
-    # counts[0] holds those of the training text. The 1 is the add-one smoothing.
-    text_probabilities[is_text] = (counts[0] + 1)[is_text]
+    text_probabilities[is_text] = (text_counts + 1)[is_text]
     text_probabilities[is_text] /= text_probabilities[is_text].sum()
-    # The probability of sentinels and end tokens is their frequency in the targets of training samples. The other
-    # tokens share the remaining probability in proportion to their frequency in the training text.
-    train_counts = _count_labels(train, SENTINEL_SAMPLES, tokenizer.vocab_size)
-    valid_counts = _count_labels(valid, samples, tokenizer.vocab_size)
+    # In targets, the probability of a mark is its frequency in the targets of training samples. Text shares the
+    # remaining probability.
+    train_counts = _count_labels(train_dataset, SENTINEL_SAMPLES, tokenizer.vocab_size)
+    valid_counts = _count_labels(valid_dataset, samples, tokenizer.vocab_size)
     mark_probabilities = (train_counts + 1)[~is_text] / (train_counts.sum() + (~is_text).sum())
     probabilities = np.where(is_text, text_probabilities * (1 - mark_probabilities.sum()), 0.0)
     probabilities[~is_text] = mark_probabilities

@@ -196,19 +196,20 @@ class Comparison:
                 differing.append(key)
                 if is_layer:
                     differing_layers.append(key)
-        # If all layers agree, a module that differs counts only if the loss of step 1 differs, too.
-        if not differing_layers and (verdict.loss_differs_at != 1 or not differing):
-            return
-        first = differing[0]
+        counted = []  # outputs whose difference counts, in network order; the first one is reported
         if differing_layers:
             first_layer = differing_layers[0]
             layer = self.reference.layer_of(first_layer.name)
             for key in differing:
                 if key.micro == first_layer.micro and self.reference.layer_of(key.name) == layer:
-                    first = key
-                    break
-        error = errors[first]
-        verdict.forward = self._make_difference(first.name, error, self._describe_output(first, error))
+                    counted.append(key)
+        # If all layers agree, a module that differs counts only if the loss of step 1 differs, too.
+        elif verdict.loss_differs_at == 1:
+            counted = differing
+        if counted:
+            first = counted[0]
+            error = errors[first]
+            verdict.forward = self._make_difference(first.name, error, self._describe_output(first, error))
 
     def _output_errors(self, verdict: Verdict) -> dict[OutputKey, float]:
         """Return the relative error of each output that both runs recorded."""
@@ -337,6 +338,7 @@ def _largest_error(
     if len(copies) > 1:
         description += f" on copy {errors.index(largest)} of {len(errors)}"
         spread = max(relative_error(copy, copies[0], floor) for copy in copies)
+        # If all ranks make the same error, their copies differ by rounding errors only.
         if spread > largest / 100:
             description += ", and the copies differ from each other"
     return largest, description

@@ -88,7 +88,7 @@ class Fuzzer:
             config = self.settings_of(case)
         except ConfigError as error:
             return CaseResult(Outcome("refused", describe_error(error)))
-        precision = "fp32" if case.layout.zero else "fp64"
+        precision = case.precision
         common_flags = [*RUN_FLAGS.split(), "--precision", precision, "--adam-eps", ADAM_EPSILON[precision]]
         reference = (*reference_flags(case, config.train.batch_size), *common_flags)
         layout_flags = [*case.flags, *case.layout.flags(case.micros), *common_flags]
@@ -110,8 +110,7 @@ class Fuzzer:
         """Return the settings of a case's layout. Raises ConfigError if the project refuses them."""
         family = case.flags[case.flags.index("--family") + 1]
         world = case.layout.ranks
-        precision = "fp32" if case.layout.zero else "fp64"
-        words = [*case.flags, *case.layout.flags(case.micros), *RUN_FLAGS.split(), "--precision", precision]
+        words = [*case.flags, *case.layout.flags(case.micros), *RUN_FLAGS.split(), "--precision", case.precision]
         arguments = []
         for word in words:
             # Ranks work in `folder`, this process does not.
@@ -132,7 +131,7 @@ class Fuzzer:
         self._run_count += 1
         work_dir = self.folder / f"run{self._run_count}"
         work_dir.mkdir()
-        new_ranks = Ranks(world, self.folder, self.prepare)
+        new_ranks = Ranks(world, self.folder, self.prepare)  # without processes; `start` opens them
         ranks = self._ranks.setdefault(f"{name}{world}", new_ranks)
         family = argv[argv.index("--family") + 1]
         arguments = [*argv, "--run-dir", str(work_dir / "run")]

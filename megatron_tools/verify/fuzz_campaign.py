@@ -104,8 +104,8 @@ class Campaign:
             self.failures += 1
             self._explain(case, chosen, result)
         else:
-            precision = "fp32" if case.layout.zero else "fp64"
-            self.largest_errors[precision] = max(self.largest_errors[precision], result.largest_error)
+            largest = self.largest_errors[case.precision]
+            self.largest_errors[case.precision] = max(largest, result.largest_error)
 
     def _explain(self, case: Case, chosen: Chosen | None, result: CaseResult) -> None:
         """Print a failure, and the smallest settings with which it remains."""
@@ -136,6 +136,7 @@ def shrink(fuzzer: Fuzzer, chosen: Chosen, result: CaseResult) -> tuple[Chosen, 
         names = [name for name in smallest if name != "--family"]
         for start in range(0, len(names), group_size):
             group = names[start : start + group_size]
+            # A setting that is left out has its plain value.
             reduced = {name: value for name, value in smallest.items() if name not in group}
             smallest, result = _keep_if_failing(fuzzer, reduced, smallest, result)
         # Halve the groups after each round. Rounds with single values are repeated until one resets nothing.
@@ -143,7 +144,7 @@ def shrink(fuzzer: Fuzzer, chosen: Chosen, result: CaseResult) -> tuple[Chosen, 
             group_size //= 2
     for name, setting_range in ranges_of(smallest.get("--family", "llama")).items():
         alternatives = list(setting_range.alternatives)
-        if smallest.get(name) not in alternatives:
+        if smallest.get(name) not in alternatives:  # the setting has its plain value, the simplest one
             continue
         # The values before the chosen one are simpler. They are tried from the nearest to the simplest.
         simpler = alternatives[: alternatives.index(smallest[name])]

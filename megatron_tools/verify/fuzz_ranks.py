@@ -91,7 +91,8 @@ class Ranks:
                     deadline = min(deadline, time.monotonic() + 2)  # the other ranks get 2 s to report
         if waiting:
             outcomes.append(Outcome("hang", f"{len(waiting)} of {self.world} ranks did not finish in time"))
-        # If one rank fails, others may wait for it in vain, so their hang matters least.
+        # The outcome that explains the most comes first: if one rank fails, others may wait for it in vain, so an error
+        # explains a hang.
         worst = min(outcomes, key=lambda outcome: ("refused", "crash", "hang", "ok").index(outcome.kind))
         if worst.kind != "ok":
             self.close()

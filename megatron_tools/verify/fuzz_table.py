@@ -184,6 +184,11 @@ class Case(NamedTuple):
     flags: tuple[str, ...]
 
     @property
+    def precision(self) -> str:
+        """Precision of both runs: fp64, whose rounding errors are smallest, or fp32 with ZeRO, which refuses fp64."""
+        return "fp32" if self.layout.zero else "fp64"
+
+    @property
     def command(self) -> str:
         """Flags of tools/verify_layout.py that run this case."""
         # The text of this layout is `one process`, which --layouts cannot read.
@@ -200,14 +205,15 @@ def case_of(chosen: Chosen) -> Case:
     family = chosen.get("--family", "llama")
     flags = ["--family", family]
     for setting_range in ranges_of(family).values():
+        # The needs of a setting, such as --num-experts or pp, are met if their values are chosen, so not plain.
         if all(map(chosen.get, setting_range.needs)):
             value = chosen.get(setting_range.name, setting_range.plain)
             flags += setting_range.to_flags(value)
     layout_sizes = {name: chosen[name] for name in LAYOUT_KEYS if name in chosen}
-    if "--num-experts" not in chosen:
+    if "--num-experts" not in chosen:  # `shrink` resets one value after another, and may reset this one before ep
         layout_sizes.pop("ep", None)
     layout = Layout(**layout_sizes)
-    micros = layout.dp * chosen.get("gas", 2)
+    micros = layout.dp * chosen.get("gas", 2)  # gas counts the micro-batches of each replica; 2 is its plain value
     return Case(layout, micros, tuple(flags))
 
 
@@ -232,6 +238,7 @@ def draw(rng: random.Random, few: bool) -> dict[str, Any]:
         if few:
             needed = {}
             for name in each.needs:
+                # A need such as pp is no setting: it depends on the layout alone.
                 if name in ranges:
                     needed[name] = rng.choice(ranges[name].alternatives)
             # Values that are already chosen override those drawn here.
