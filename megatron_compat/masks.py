@@ -49,7 +49,9 @@ def get_masks_and_position_ids_for_t5(
     is_end = targets == tokenizer.eod_id
     has_label = labels != tokenizer.pad_id
     encoder_ids = _document_ids(ctx_eod_mask != 0, contexts == tokenizer.pad_id)
-    decoder_ids = _document_ids(is_end, ~has_label & (targets == tokenizer.pad_id))
+    # A decoder may start with the padding token. As this token has a label, it is no padding.
+    is_padding = ~has_label & (targets == tokenizer.pad_id)
+    decoder_ids = _document_ids(is_end, is_padding)
     if reset_attention_mask and (encoder_ids.amax(1) < decoder_ids.amax(1)).any():
         raise ValueError(
             "--reset-attention-mask: the decoder has more documents than the encoder; mask the corpus with "
@@ -83,10 +85,11 @@ def _sequence_positions(ids: Tensor) -> Tensor:
 
 
 def _t5_masks(encoder_ids: Tensor, decoder_ids: Tensor) -> T5Masks:
-    encoder = Documents(encoder_ids).mask()
-    decoder = Documents(decoder_ids, causal=True).mask()
-    cross = Documents(decoder_ids, encoder_ids).mask()
-    return T5Masks(encoder, decoder, cross)
+    return T5Masks(
+        encoder=Documents(encoder_ids).mask(),
+        decoder=Documents(decoder_ids, causal=True).mask(),
+        cross=Documents(decoder_ids, encoder_ids).mask(),
+    )
 
 
 def decoder_documents(mask: Tensor, tokens: Tensor) -> Tensor:
@@ -103,10 +106,13 @@ def decoder_documents(mask: Tensor, tokens: Tensor) -> Tensor:
         )
     allowed = ~mask
     ids = _group_rows(allowed)
+    # The ids are right if they give the same mask. No ids give a mask that is not causal, for example.
     expected = Documents(ids, causal=True).mask()
     _check_equal("attention", allowed, expected)
+    # Ids count from 1, so without a larger one each sample is a single document.
     if not (ids > 1).any():
         return no_documents(tokens.device)
+    # A mask [1, 1, s, s] holds for all samples; its ids [1, s] become [b, s].
     return ids.short().expand(tokens.shape)
 
 
@@ -118,15 +124,17 @@ def t5_documents(given: T5Masks) -> tuple[Tensor, Tensor]:
     Raises ValueError if document ids cannot express the masks.
     """
     encoder, decoder, cross = (mask != 0 for mask in given)
+    # Ids count from 1. Two documents and padding, which attends only to padding, give 1 1 2 2 3.
     encoder_ids = _group_rows(encoder)
     decoder_groups = _group_rows(decoder)
-    # The document of the first encoder token that each decoder token attends to.
-    attended_ids = encoder_ids.gather(1, cross[:, 0].int().argmax(-1))
+    # A decoder token belongs to the document of the first encoder token that it attends to: argmax finds the first.
+    first_attended = cross[:, 0].int().argmax(-1)
+    decoder_ids = encoder_ids.gather(1, first_attended)
+    # A decoder token whose document is not in the encoder attends to the whole encoder. It gets the id 0, which no
+    # encoder token has. In a sample of one document, each token attends to the whole encoder, and keeps its id.
     sees_all = cross[:, 0].all(-1)
     has_several = (encoder_ids.amax(1, keepdim=True) > 1) | (decoder_groups > 1)
-    # Encoder ids start at 1. A decoder token that attends to the whole encoder sequence, although the sample has
-    # several documents, gets id 0: its document is not in the encoder.
-    decoder_ids = attended_ids.masked_fill(sees_all & has_several, 0)
+    decoder_ids = decoder_ids.masked_fill(sees_all & has_several, 0)
     expected = _t5_masks(encoder_ids, decoder_ids)
     for name, ours, theirs in zip(T5Masks._fields, expected, given, strict=True):
         _check_equal(name, theirs != 0, ours)
@@ -152,13 +160,14 @@ def check_positions(name: str, given: Tensor, document_ids: Tensor, reset: bool)
 
 
 def _group_rows(allowed: Tensor) -> Tensor:
-    """Return a group number for each row of `allowed` [b, 1, s, s]: int64 [b, s].
+    """Number the documents that an attention mask `allowed` [b, 1, s, s] implies: int64 [b, s], for each token.
 
-    Neighbouring rows with the same first True column are a group.
+    The first token that a token may attend to is the first one of its document. Neighbouring tokens with the same first
+    token are therefore a document: the first tokens 0 0 2 2 give the numbers 1 1 2 2.
     """
     # Of equal values, argmax returns the first.
-    first = allowed[:, 0].int().argmax(-1)
-    return document_starts(first).cumsum(1)
+    first_attended = allowed[:, 0].int().argmax(-1)
+    return document_starts(first_attended).cumsum(1)
 
 
 def _check_equal(name: str, given: Tensor, expected: Tensor) -> None:

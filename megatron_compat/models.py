@@ -27,11 +27,12 @@ def config_or_default(config: Config | None, num_tokentypes: int) -> Config:
 
 def decoder_inputs(inputs: Any) -> Any:
     """Replace the mask of (tokens, positions, attention mask) by document ids; return other inputs unchanged."""
-    # A mask has 4 dimensions, document ids have 2.
-    if not isinstance(inputs, (tuple, list)) or len(inputs) != 3 or inputs[2].dim() != 4:
-        return inputs
-    tokens, positions, mask = inputs
-    return tokens, positions, decoder_documents(mask, tokens)
+    is_triple = isinstance(inputs, (tuple, list)) and len(inputs) == 3
+    # A mask has 4 dimensions. Document ids, which this project's own batches have in its place, have 2, or 1 if empty.
+    if is_triple and inputs[2].dim() == 4:
+        tokens, positions, mask = inputs
+        return tokens, positions, decoder_documents(mask, tokens)
+    return inputs
 
 
 def t5_inputs(inputs: Any, reset_positions: bool) -> Any:
@@ -105,12 +106,13 @@ class T5Model(t5.T5Model):
         self._reset_positions = config.data.reset_position_ids
 
     def forward(
-        self, *inputs: Any, labels: Tensor | None = None, loss_mask: Tensor | None = None, **named: Any
+        self, *inputs: Any, labels: Tensor | None = None, loss_mask: Tensor | None = None, **others: Any
     ) -> Tensor:
         """Return the logits, or the loss if `labels` are given, as `megatron.model.t5.T5Model` does.
 
         inputs: the inputs of `megatron.model.t5.T5Model`, or CPM-Pretrain's seven (see `t5_inputs`).
         """
-        ours: Any = t5_inputs(inputs, self._reset_positions)
-        named |= {"labels": labels, "loss_mask": loss_mask}
-        return super().forward(*ours, **named).contiguous()
+        converted: Any = t5_inputs(inputs, self._reset_positions)
+        others |= {"labels": labels, "loss_mask": loss_mask}
+        # CPM-Pretrain's scripts flatten the token losses by view(-1), which requires contiguous memory.
+        return super().forward(*converted, **others).contiguous()

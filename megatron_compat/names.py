@@ -211,6 +211,7 @@ COUNTERPARTS = {
 _SUBMODULES = {tuple(name.rsplit(".", 1)) for name in (*GONE_MODULES, *MODULES)}  # (package, module)
 _KNOWN = {*HOMES, *COUNTERPARTS, *_SUBMODULES}
 _OWNERS = {module for module, _ in _KNOWN}
+# Modules of this project to which the finder adds names. `megatron` itself, which installs the finder, adds its own.
 _EXTENDED = _OWNERS - MODULES.keys() - {"megatron"}
 
 
@@ -220,19 +221,19 @@ def resolve_name(module: str, name: str) -> Any:
     Raises ImportError if this project has no such object; the message says what to use instead. Raises AttributeError
     if CPM-Pretrain has no such name either.
     """
+    full_name = f"{module}.{name}"
     if (module, name) in HOMES:
         return getattr(importlib.import_module(HOMES[module, name]), name)
     if (module, name) in COUNTERPARTS:
         raise ImportError(
-            f"{module}.{name} of CPM-Pretrain is not part of this project; instead: {COUNTERPARTS[module, name]}"
+            f"{full_name} of CPM-Pretrain is not part of this project; instead: {COUNTERPARTS[module, name]}"
         )
-    if f"{module}.{name}" in GONE_MODULES:
-        raise ImportError(
-            f"{module}.{name} of CPM-Pretrain is not part of this project: {GONE_MODULES[f'{module}.{name}']}"
-        )
-    if f"{module}.{name}" in MODULES:
-        return importlib.import_module(f"{module}.{name}")
-    # The import system asks for names such as __path__, which must not be those of another module.
+    if full_name in GONE_MODULES:
+        raise ImportError(f"{full_name} of CPM-Pretrain is not part of this project: {GONE_MODULES[full_name]}")
+    if full_name in MODULES:
+        return importlib.import_module(full_name)
+    # The module of this project that has all other names. The import system also asks for names such as __path__, which
+    # must not be those of another module.
     home = MODULES.get(module)
     if home is not None and not (name.startswith("__") and name.endswith("__")):
         return getattr(importlib.import_module(home), name)
@@ -249,20 +250,24 @@ class _Finder(MetaPathFinder):
     """Finder of CPM-Pretrain's modules, which also adds CPM-Pretrain's names to modules of this project."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Return the spec of module `name`; None leaves the module to the other finders."""
         if name in GONE_MODULES:
             raise ModuleNotFoundError(
                 f"{name} of CPM-Pretrain is not part of this project: {GONE_MODULES[name]}", name=name
             )
         if name in MODULES:
+            # megatron.fp16 is a package, for example, because megatron.fp16.fp16 lies in it.
             is_package = any(each.startswith(f"{name}.") for each in MODULES)
             return ModuleSpec(name, _NamesLoader(), is_package=is_package)
         if name not in _EXTENDED:
             return None
         # The other finders find this project's module, and its loader then also adds the names.
         for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(name, path, target)
+            if finder is self:
+                continue
+            spec = finder.find_spec(name, path, target)
             if spec:
-                if spec.loader is not None:
+                if spec.loader is not None:  # a folder without __init__.py has no loader
                     loader: Any = _ExtendedLoader(spec.loader)
                     spec.loader = loader
                 return spec
@@ -276,8 +281,9 @@ class _NamesLoader(Loader):
         name = module.__name__
         module.__getattr__ = lambda attribute: resolve_name(name, attribute)  # type: ignore[method-assign]
         home = MODULES[name]
-        if home is not None:  # for `import *`
-            module.__dict__["__all__"] = [each for each in dir(importlib.import_module(home)) if each[0] != "_"]
+        # `import *` does not ask __getattr__ which names there are; it reads __all__.
+        if home is not None:
+            module.__dict__["__all__"] = [public for public in dir(importlib.import_module(home)) if public[0] != "_"]
 
 
 def _with_original_keywords(build: Callable[..., Any]) -> Callable[..., Any]:
@@ -309,6 +315,7 @@ class _ExtendedLoader:
     def exec_module(self, module: ModuleType) -> None:
         self._inner.exec_module(module)
         names = vars(module)
+        # Both projects have this function, but its keywords differ.
         if module.__name__ == "megatron.data.gpt2_dataset":
             build = names["build_train_valid_test_datasets"]
             names["build_train_valid_test_datasets"] = _with_original_keywords(build)

@@ -27,12 +27,15 @@ class _TakesMasks:
 
     @property
     def _megatron_batch_fn(self) -> BatchFunction:
-        function = self._script_batch_fn
-        if function is None:
+        """Function that calls the script's batch function and replaces the masks among the inputs of its batch."""
+        script_batch_fn = self._script_batch_fn
+        # The training loop asks `hasattr` whether the script has set a function.
+        if script_batch_fn is None:
             raise AttributeError("_megatron_batch_fn of the model is not set")
 
         def without_masks(data: Any) -> Any:
-            batch = function(data)
+            # A batch is (inputs, labels). The engine refuses anything else.
+            batch = script_batch_fn(data)
             if not isinstance(batch, (tuple, list)):
                 return batch
             return self._without_masks(batch[0]), *batch[1:]
@@ -93,7 +96,9 @@ class T5ModelPipe(_TakesMasks, t5_pipe.T5ModelPipe):
 
     def _without_masks(self, inputs: Any) -> Any:
         converted = t5_inputs(inputs, self._reset_positions)
+        # Neither CPM-Pretrain's seven inputs nor the four of this project: `t5_inputs` has left them unchanged.
         if len(converted) != 4:
             return converted
         encoder, decoder, encoder_ids, decoder_ids = converted
-        return encoder, decoder.int(), encoder_ids, decoder_ids  # as in the example with which the pipeline is built
+        # int32, as in the example with which the pipeline is built: decoder tokens cross all stages of the encoder.
+        return encoder, decoder.int(), encoder_ids, decoder_ids

@@ -29,10 +29,12 @@ def numbers_of_samples(config: Config, ranks: int) -> list[int]:
     batch_size = config.train_batch_size(ranks)
     # The position in the data after all iterations, counted from sample 0: the batch size may change on the way.
     train_samples = config.batch_schedule(ranks).advance(0, train.train_iters)
-    # 1 more: the evaluation after the last iteration
-    evaluations = train.train_iters // train.eval_interval + 1 if train.eval_interval else 1
-    eval_samples = train.eval_iters * batch_size
-    return [train_samples, evaluations * eval_samples, eval_samples]
+    # One evaluation follows the last iteration, besides those at each interval.
+    evaluations = 1
+    if train.eval_interval:
+        evaluations += train.train_iters // train.eval_interval
+    samples_per_evaluation = train.eval_iters * batch_size
+    return [train_samples, evaluations * samples_per_evaluation, samples_per_evaluation]
 
 
 class ScriptTokenizer(SentinelTokenizer):
@@ -76,17 +78,19 @@ class ScriptTask(FunctionsTask):
         name: str,
         tokenizer_provider: TokenizerProvider | None = None,
     ) -> None:
+        # None unless the script is one for T5: scripts of CPM-Pretrain do not name the family of their model.
         self.family = FAMILIES.get(defaults.get("tokenizer_type", ""))
-        # Defaults of the script take precedence over those of its family. CPM-Pretrain has only CPM's format of spans.
-        fallback = {**DEFAULTS[self.family], "span_convention": "cpm"} if self.family else {}
-        values = {**fallback, **defaults}
+        all_defaults = dict(defaults)
+        if self.family:
+            # Defaults of the script take precedence. CPM-Pretrain has only CPM's format of spans.
+            all_defaults = {**DEFAULTS[self.family], "span_convention": "cpm", **defaults}
         super().__init__(
             datasets_provider,
             model_provider,
             forward_step,
-            values,
+            all_defaults,
             self.family or name,
-            None,
+            None,  # count_targets, which `datasets` sets if it can count
             tokenizer_provider,
         )
         self._count_batch: Callable[[Batch, Config], Tensor] | None = None
@@ -102,8 +106,11 @@ class ScriptTask(FunctionsTask):
         """Call the provider with the run's numbers of samples; return its data sets and an empty list of notes."""
         provider: Any = self.datasets_provider
         datasets = provider(numbers_of_samples(config, dist.get_world_size()))
-        # Only for data sets of this project; otherwise the loss stays the mean that the script returns.
-        self._count_batch = _target_counter(datasets[0]) if isinstance(datasets, (tuple, list)) and datasets else None
+        self._count_batch = None
+        if isinstance(datasets, (tuple, list)) and datasets:
+            self._count_batch = _target_counter(datasets[0])
+        # With `count_targets`, `loss` returns a sum, which the engine divides by the number of targets. Without it, as
+        # for custom data sets, the loss stays the mean that the script returns.
         if self._count_batch:
             self.count_targets = lambda batch: batch.targets  # type: ignore[method-assign]
         return datasets, []
@@ -131,14 +138,16 @@ class ScriptTask(FunctionsTask):
 
 def _target_counter(dataset: Any) -> Callable[[Batch, Config], Tensor] | None:
     """Return a function that counts the target tokens of a micro-batch; None if `dataset` is a custom data set."""
-    members = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
     if isinstance(dataset, T5Samples):
         return _t5_targets
+    # A blend of several corpora has one data set for each.
+    members = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
     return _gpt2_targets if all(isinstance(member, GPT2Dataset) for member in members) else None
 
 
 def _gpt2_targets(data: Batch, config: Config) -> Tensor:
-    tokens = data["text"][:, :-1]
+    # The script computes the same mask from its batch, and the loss is the mean over the tokens that this mask selects.
+    tokens = data["text"][:, :-1]  # [b, s + 1]: the last token is only a label
     _, loss_mask, _ = get_ltor_documents_and_position_ids(
         tokens,
         get_tokenizer().eod,

@@ -37,6 +37,7 @@ class ParallelMLP(MegatronModule):
         # Attention and MLP of each layer both add to the hidden states, so there are 2 x num_layers additions.
         output_std = model.output_std(2 * model.num_layers, model.ff_growth)
         inner = _ParallelMLP(model, output_std)
+        # Not a submodule, so that the weights have CPM-Pretrain's names, such as dense_h_to_4h.weight.
         self.dense_h_to_4h = inner.dense_h_to_4h
         self.dense_4h_to_h = inner.dense_4h_to_h
         self._forward = inner.forward
@@ -44,8 +45,7 @@ class ParallelMLP(MegatronModule):
         for layer, init in ((self.dense_h_to_4h, init_method), (self.dense_4h_to_h, output_layer_init_method)):
             if init is not None:
                 spec = mpu.spec_of(layer.weight)
-                full_size = spec.full_shape[spec.dim or 0]
-                mpu.declare(layer.weight, init, dim=spec.dim, full_size=full_size, axis=layer.axis)
+                mpu.declare(layer.weight, init, dim=spec.dim, full_size=spec.full_size, axis=layer.axis)
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
         """Apply the MLP: [s, b, h] -> ([s, b, h], bias [h], which the caller must add)."""

@@ -1,4 +1,4 @@
-"""Translation of foreign flags (of other frameworks) to this project's settings, by the tables of flags.py."""
+"""Translation of foreign flags (of other frameworks) to this project's settings, by the tables in table.py."""
 
 import argparse
 import difflib
@@ -22,7 +22,7 @@ Settings = dict[str, Any]  # name of a setting -> value
 
 
 class _StoreForeignFlag(argparse.Action):
-    """Action that stores the value of a foreign flag in the dict `foreign`, keyed by its name in flags.py."""
+    """Action that stores the value of a foreign flag in the dict `foreign`, keyed by its name in table.py."""
 
     def __init__(self, *args: Any, theirs: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -30,8 +30,9 @@ class _StoreForeignFlag(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         value_type = FLAGS[self.theirs].value_type
+        # A flag without a value (None), or with an optional value (object). Argparse gives None if the flag stands
+        # alone, which means True. Some launchers write `true` or `false` after it.
         if value_type in (None, object):
-            # A flag alone is True, but some launchers write `true` or `false` after it.
             values = True if values is None else BOOLEAN_WORDS.get(values.lower(), values)
         # Only the type `object` allows another value.
         if value_type is None and not isinstance(values, bool):
@@ -47,7 +48,7 @@ def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
     for name, row in FLAGS.items():
         options: dict[str, Any] = {"type": row.value_type}
         if row.value_type in (None, object):
-            options = {"nargs": "?"}
+            options = {"nargs": "?"}  # one word or none, because launchers may write `true` or `false`
         elif row.value_type is list:
             options = {"nargs": "*"}
         options |= {
@@ -55,7 +56,8 @@ def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
             "dest": "foreign",
             "help": argparse.SUPPRESS,
         }
-        # Both spellings are equal for a flag of one word, and argparse refuses a flag that is added twice.
+        # Both spellings are equal for a flag of one word. Argparse refuses a flag that is added twice, so the dict
+        # drops the second.
         for spelling in dict.fromkeys((name, f"--{_key_of(name)}")):
             parser.add_argument(spelling, **options)
 
@@ -78,16 +80,20 @@ def suggest_flag(name: str, ours: Sequence[str], all_foreign: bool = True) -> st
     ours: flags of this project.
     all_foreign: also consider foreign flags whose replacement is not in `ours`.
     """
+    # The same flag in another spelling, such as --seq_length
     dashed = "--" + name.lstrip("-").replace("_", "-")
     if dashed in ours:
         return f"; did you mean {dashed}?"
+    # The beginning, up to a hyphen, of exactly one flag
     longer = [each for each in ours if each.startswith(f"{dashed}-")]
     if len(longer) == 1:
         return f"; did you mean {longer[0]}?"
     candidates = [*ours]
     for theirs in FLAGS:
-        # Without `all_foreign`, only flags whose replacement this tool has.
-        if theirs not in ours and (all_foreign or _flags_for(theirs) <= set(ours)):
+        # A tool with few flags suggests only what it has: the replacement of a foreign flag, if there is one.
+        replacements = {flag(setting) for setting in settings_for(_key_of(theirs))}
+        is_replaceable = bool(replacements) and replacements <= set(ours)
+        if theirs not in ours and (all_foreign or is_replaceable):
             candidates.append(theirs)
     matches = difflib.get_close_matches(dashed, candidates, n=1, cutoff=0.7)
     if not matches:
@@ -97,11 +103,6 @@ def suggest_flag(name: str, ours: Sequence[str], all_foreign: bool = True) -> st
     return f"; did you mean {replacement}"
 
 
-def _flags_for(theirs: str) -> set[str]:
-    """Return the flags of this project that replace a foreign flag; {""} if there are none, so that no flag matches."""
-    return {flag(each) for each in settings_for(_key_of(theirs))} or {""}
-
-
 def _suggest_replacement(theirs: str, ours: Sequence[str], given: str) -> str:
     """Return the suggestion for a foreign flag: its replacement, or its name and the reason why it is refused."""
     outcome = FLAGS[theirs].outcome
@@ -109,6 +110,7 @@ def _suggest_replacement(theirs: str, ours: Sequence[str], given: str) -> str:
         outcome = _typical_outcome(outcome)
     if isinstance(outcome, Refused):
         return f"{theirs}? It is not accepted: {outcome.advice}"
+    # A flag without effect, or whose settings are known only later, is accepted under its own name.
     if not isinstance(outcome, Translated) or not outcome.settings:
         return f"{theirs}?"
     flags = [flag(setting) for setting in outcome.settings]
@@ -123,11 +125,11 @@ def _typical_outcome(outcome: ByValue) -> Outcome:
     for each in (*outcome.values.values(), outcome.other):
         if isinstance(each, Translated):
             return each
-    return _refusal(outcome)
+    return _outcome_of_other(outcome)
 
 
-def _refusal(outcome: ByValue) -> Translated | Refused:
-    """Return the outcome of a value that is not in the table."""
+def _outcome_of_other(outcome: ByValue) -> Translated | Refused:
+    """Return the outcome of a value that is not in the table: by default, a refusal that lists the table's values."""
     return outcome.other or Refused(f"choose one of {', '.join(outcome.values)}")
 
 
@@ -139,7 +141,11 @@ def settings_for(key: str) -> list[str]:
 
 
 def _opposite(name: str) -> Translated | None:
-    """Return the translation of a foreign flag that is False; None if the flag sets more than booleans, or a value."""
+    """Return the translation of a foreign flag whose value is False, as a JSON file may have it; None if it has none.
+
+    For example, --disable-bias-linear sets hidden_bias to False, so `"disable_bias_linear": false` sets it to True. A
+    flag that takes a value, or sets something else than booleans, has no opposite.
+    """
     row = FLAGS[name]
     if row.value_type not in (None, object) or not isinstance(row.outcome, Translated):
         return None
@@ -190,8 +196,11 @@ class Translation(Source):
                 if name in remaining:
                     typed.append(format_flag(name, remaining.pop(name)))
             self._add_settings(" ".join(typed), None, translation)  # its settings are constants
-        if flags.get("--group-query-attention") is False and remaining.pop("--num-query-groups", None):
-            self.notes.append("--num-query-groups has no effect without grouped-query attention")
+        # Megatron-LM reads the number of groups only if the other flag is True.
+        if flags.get("--group-query-attention") is False:
+            num_groups = remaining.pop("--num-query-groups", None)
+            if num_groups:
+                self.notes.append("--num-query-groups has no effect without grouped-query attention")
         for name, value in remaining.items():
             self.add(name, value)
 
@@ -229,16 +238,19 @@ class Translation(Source):
             implied = Settings()
             if all(values.get(setting) == value for setting, value in new_settings.items()):
                 implied = _implied_settings(outcome, values)
+            # Settings that are given, or that an earlier flag implies, take precedence.
             for setting in list(implied):
                 if setting in given_elsewhere or setting in self.values or setting in all_implied:
                     del implied[setting]
             if new_settings or implied:
-                note = outcome.note if implied else ""
+                note = outcome.note if implied else ""  # the note explains what the flag implies
                 self.notes.append(_translation_note(typed, {**new_settings, **implied}, note))
             else:
+                # The flag only implies settings, such as --group-query-attention, and none of them is free to be set.
                 used = [format_flag(flag(name), values.get(name, USUAL[name])) for name in outcome.implied]
                 self.notes.append(f"{typed} has no effect: the run uses {' and '.join(used)}")
             all_implied |= implied
+        # A flag with the value False, although something else has set what the flag stands for.
         for name, outcome in self._ignored:
             if all(values.get(setting) == value for setting, value in outcome.settings.items()):
                 self.notes.append(f"{name} False has no effect: the run uses {_as_flags(outcome.settings)}")
@@ -265,7 +277,7 @@ class Translation(Source):
         typed = f"{name} False" if value is False else brief(format_flag(name, value), 300)
         if isinstance(outcome, ByValue):
             # The keys of the table are texts, but a flag without a value has the value True.
-            outcome = outcome.values.get(str(value)) or _refusal(outcome)
+            outcome = outcome.values.get(str(value)) or _outcome_of_other(outcome)
         if isinstance(outcome, Refused):
             self.problems.append(f"{typed} is not accepted: {outcome.advice}")
         elif isinstance(outcome, NoEffect):
@@ -285,6 +297,7 @@ class Translation(Source):
             new_settings[setting] = rule(value) if callable(rule) else rule
         for setting, new_value in new_settings.items():
             if setting in self.values and self.values[setting] != new_value:
+                # Either another foreign flag has set the other value, or a flag of this project.
                 conflicting = self._typed_flag.get(setting) or format_flag(flag(setting), self.values[setting])
                 self.problems.append(
                     f"{typed} means {_as_flags(new_settings)}, but {conflicting} is given; leave one of them out"
@@ -306,8 +319,9 @@ def _implied_settings(outcome: Translated, values: Mapping[str, Any]) -> Setting
         default = USUAL[setting]
         if callable(value):
             value = value({**USUAL, **values})
-        # The user has not changed the setting, and the implied value is not its default anyway.
-        if values.get(setting, default) == default != value:
+        # A value that is the default anyway needs no setting.
+        is_unchanged = values.get(setting, default) == default
+        if is_unchanged and value != default:
             implied[setting] = value
     return implied
 

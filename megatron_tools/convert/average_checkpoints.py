@@ -35,12 +35,15 @@ def newest_checkpoints(load: str, number: int) -> list[Path]:
     if latest_checkpoint(newest.parent) != newest:
         raise ValueError(f"--last needs a run directory or a folder of checkpoints, not the checkpoint --load {load}")
     last_iteration = int(newest.name.removeprefix("iter_"))
-    earlier = []
+    # After a resume from an earlier checkpoint, those with higher numbers may still be there.
+    up_to_newest = []
     for iteration, path in numbered_checkpoints(newest.parent).items():
         if iteration <= last_iteration:
-            earlier.append(path)
-    # A damaged checkpoint has no record of the run's forks (None), so nothing counts as abandoned.
-    known = list(without_abandoned(earlier, forks_of(newest) or ()))
+            up_to_newest.append(path)
+    # A fork is a resume from an earlier checkpoint. If the newest one is damaged, its forks are unknown (None), and
+    # nothing counts as abandoned.
+    forks = forks_of(newest) or ()
+    known = list(without_abandoned(up_to_newest, forks))
     if not 0 < number <= len(known):
         raise ValueError(f"--last {number} must lie between 1 and {len(known)}, the number of checkpoints of {load}")
     return known[-number:]
@@ -55,15 +58,16 @@ def normalized_weights(number: int, weights: Sequence[float] | None, decay: floa
     if decay is not None:
         if not 0 < decay < 1:
             raise ValueError(f"--decay {decay:g} must lie between 0 and 1, without these")
-        # Three checkpoints and a decay of 0.9 have the weights 0.81, 0.09 and 0.1.
+        # The average starts as the oldest checkpoint; each later one changes it to decay x average + (1 - decay) x
+        # checkpoint. Three checkpoints and a decay of 0.9 thus have the weights 0.81, 0.09 and 0.1.
         ema_weights = [decay ** (number - 1)]
         for position in range(1, number):
             ema_weights.append((1 - decay) * decay ** (number - 1 - position))
         return ema_weights
     raw_weights = list(weights or [1.0] * number)
-    total = sum(raw_weights)
     if len(raw_weights) != number:
         raise ValueError(f"--weights gives {len(raw_weights)} numbers for {number} checkpoints; give one for each")
+    total = sum(raw_weights)
     # `all(... >= 0)` is also false for NaN, which a test for negative weights would let pass.
     are_valid = all(weight >= 0 for weight in raw_weights) and 0 < total < math.inf
     if not are_valid:
@@ -106,9 +110,11 @@ def averaged_entries(readers: Sequence[CheckpointReader], weights: Sequence[floa
     newest = readers[-1]
     entries = []
     for key, entry in newest.tensors.items():
+        # Leave out the state of the optimizer.
         if not key.startswith((f"{WEIGHT}.", f"{BUFFER}.")):
             continue
         dtype = newest.dtype(key)
+        # `compute` is called when the tensor is written, so that only one is in memory at a time.
         if key.startswith(f"{WEIGHT}.") and dtype.is_floating_point:
             compute = partial(_weighted_mean, readers, weights, key)
         else:
@@ -132,9 +138,10 @@ def main(args: argparse.Namespace) -> None:
         raise ValueError(f"{output} is not empty, or lies in a folder of checkpoints; choose another --output")
     if args.weights is not None and args.decay is not None:
         raise ValueError("--weights and --decay both set the weights; leave one of them out")
-    # One --load needs --last, and several exclude it.
-    has_one_load = len(args.load) == 1
-    if has_one_load == (args.last is None):
+    # --last selects checkpoints of one run. Several --load are checkpoints, and exclude it.
+    names_one_run = len(args.load) == 1
+    has_last = args.last is not None
+    if names_one_run != has_last:
         raise ValueError("give either one run as --load, with --last, or several checkpoints as --load")
     # A run may delete a checkpoint meanwhile; then both functions are called once more.
     read_with_retry(partial(_checkpoints_to_average, args), partial(_write_average, args, output))

@@ -67,13 +67,15 @@ def export_checkpoint(args: argparse.Namespace, path: Path) -> None:
     def read_weight(name: str) -> Tensor:
         return reader.read_whole(f"{WEIGHT}.{name}")
 
+    matches = {match.our_name: match for match in parameter_matches(config.model)}
+
     def read_rounded(name: str) -> Tensor:
         """Return our weight in fp32, after the rounding to --dtype that an export applies to it."""
         match = matches[name]
         dtype = DTYPES[args.dtype]
         return match.join([part.to(dtype).float() for part in match.split(read_weight(name))])
 
-    matches = {match.our_name: match for match in parameter_matches(config.model)}
+    # The weights themselves are read while `write_tensors` writes them, one at a time.
     entries = export_entries(matches.values(), read_weight, shape_of, args.dtype)
 
     with atomic_folder(Path(args.output)) as folder:
@@ -117,7 +119,8 @@ def _config_contents(
         config_json = llama_config(config.model, reader.positions, start_id, end_id, dtype)
     else:
         config_json = gpt2_config(config.model, reader.positions, end_id, dtype)
-    # Without a version, transformers takes the words of a vocabulary of more than 100,000 tokens for a known error.
+    # If config.json names no version, transformers assumes for vocabularies of more than 100,000 tokens that their
+    # regular expression for words has a known error.
     config_json["transformers_version"] = "5.3.0"
     if tokenizer is None:
         # A GPT-2 or Llama without a tokenizer gets only the ids that its source folder named.
@@ -138,7 +141,8 @@ def _load_model_tokenizer(reader: CheckpointReader, config: Config, vocab_file: 
     Raises ValueError if the tokenizer's file is missing, or if it is not the tokenizer used in training.
     """
     path = vocab_file or config.data.vocab_file
-    # reader.tokenizer is the fingerprint of the tokenizer used in training, empty if there was none.
+    # reader.tokenizer is the fingerprint of the tokenizer used in training, empty if there was none. If there was one,
+    # but its path is unknown, the user must give it.
     if path is None and not reader.tokenizer:
         return None
     if path is None or not Path(path).exists():
@@ -147,7 +151,7 @@ def _load_model_tokenizer(reader: CheckpointReader, config: Config, vocab_file: 
     if config.is_t5:
         tokenizer = SentinelTokenizer(tokenizer, config.data.num_sentinels, config.data.span_convention)
     reader.check_tokenizer(tokenizer.fingerprint, vocab_file=path)
-    rows = config.model.vocab_size or 0
+    rows = config.model.vocab_size or 0  # the model may have more rows than tokens
     if tokenizer.vocab_size > rows:
         raise ValueError(
             f"{reader.path}: the tokenizer has {tokenizer.vocab_size} tokens, "
@@ -179,7 +183,8 @@ def import_checkpoint(args: argparse.Namespace) -> None:
             copy_special_tokens(Path(args.from_hf) / "config.json", folder)
         if args.upcycle is not None and config.data.vocab_file and Path(config.data.vocab_file).exists():
             copy_tokenizer(config.data.vocab_file, folder)
-            # The path is made relative to `folder`, which has a temporary name here, and becomes `output`.
+            # `folder` has a temporary name, under which it is written, and then becomes `output`. The settings must
+            # name the copy in `output`, so the path inside the folder is needed.
             tokenizer_path = Path(kept_tokenizer(folder, config.data.vocab_file) or folder)
             config = with_values(config, {"vocab_file": str(output.resolve() / tokenizer_path.relative_to(folder))})
         _write_settings(folder / "settings.json", config)
@@ -252,7 +257,9 @@ def import_megatron(args: argparse.Namespace) -> tuple[Config, str, list[LazyTen
 
 
 def _megatron_entry(source: RankFiles, name: str, config: Config) -> LazyTensor:
-    # The rows beyond vocab_size are padding. For other tensors, None keeps all rows: tensor[:None] is the whole tensor.
+    """Return the tensor to write for our parameter `name`, which is read when it is written."""
+    # An embedding may have rows of padding beyond vocab_size, which are cut off. For other tensors, None keeps all
+    # rows: tensor[:None] is the whole tensor.
     vocab_rows = config.model.vocab_size if "word_embeddings" in name else None
     rows, *other_dims = source.shape(name)
     shape = (vocab_rows or rows, *other_dims)
@@ -285,7 +292,8 @@ def _check_flags(args: argparse.Namespace, is_export: bool) -> None:
         "load": ("upcycle", "ema"),
         "upcycle": ("experts_per_token", "moe_layer_frequency"),
     }
-    # A flag that was not given is None, or False for a switch; a given 0 counts as given.
+    # A flag that was not given is None, or False for a switch; a given 0 counts as given. The defaults of the flags of
+    # an export are set below, because the parser's defaults would look like given flags.
     given = {name for name, value in vars(args).items() if value is not None and value is not False}
     for required, dependents in dependent_flags.items():
         for name in dependents:

@@ -67,20 +67,21 @@ def tokenizer_settings(tokenizer: Tokenizer, vocab_path: Path, positions: int | 
 
     positions: maximum number of tokens in a text if the model has learned positions, else None.
     """
-    special_names = {i: name for name, i in tokenizer.marks.items()}
+    name_of_id = {i: name for name, i in tokenizer.marks.items()}
     kept = dict(read_tokenizer_config(vocab_path))
     for key in DROPPED_KEYS:
         kept.pop(key, None)
     for key, value in special_token_roles(tokenizer, vocab_path).items():
         if value is not None:
             kept[key] = value
+    # What the source folder gives is kept. Our tokenizer only fills in what is missing.
     exported = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **kept}
-    exported.setdefault("eos_token", special_names[tokenizer.eod])
+    exported.setdefault("eos_token", name_of_id[tokenizer.eod])
     pad_name = pad_token_name(tokenizer, vocab_path)
     if pad_name is not None:
         exported.setdefault("pad_token", pad_name)
     if tokenizer.start:
-        exported.setdefault("bos_token", special_names[tokenizer.start[0]])
+        exported.setdefault("bos_token", name_of_id[tokenizer.start[0]])
     if read_tokenizer_class(vocab_path).startswith("Llama"):  # other tokenizer classes pad on the right by default
         exported.setdefault("padding_side", "left")
     if positions is not None:
@@ -97,14 +98,17 @@ def tokenizer_class_entries(vocab_path: Path, model_type: str, is_json: bool) ->
 
     is_json: whether the exported folder has a tokenizer.json.
     """
+    if is_json:
+        # With a tokenizer.json, AutoTokenizer follows tokenizer_class, except for qwen2.
+        if model_type != "qwen2":
+            return {}
+        if read_tokenizer_class(vocab_path) == "Qwen2Tokenizer" and _splits_like_qwen2(vocab_path):
+            return {"tokenizer_class": "Qwen2Tokenizer"}
+    elif model_type in ("llama", "t5", "mt5"):
+        return {}
     # For all other types, AutoTokenizer of some releases chooses the class by the model type, unless auto_map names
     # code: in transformers 5.3 to 5.5, for gpt2, qwen2_moe, qwen3 and qwen3_moe, too.
-    needs_placeholder = model_type not in ("llama", "t5", "mt5") and not is_json
-    if model_type == "qwen2":
-        if is_json and read_tokenizer_class(vocab_path) == "Qwen2Tokenizer" and _splits_like_qwen2(vocab_path):
-            return {"tokenizer_class": "Qwen2Tokenizer"}
-        needs_placeholder = True
-    return {"auto_map": PLACEHOLDER_AUTO_MAP} if needs_placeholder else {}
+    return {"auto_map": PLACEHOLDER_AUTO_MAP}
 
 
 def _splits_like_qwen2(vocab_path: Path) -> bool:
@@ -115,6 +119,7 @@ def _splits_like_qwen2(vocab_path: Path) -> bool:
     content = read_object(vocab_path)
     if content.get("normalizer") != {"type": "NFC"}:
         return False
+    # Qwen2's is {"pretokenizers": [{"pattern": {"Regex": QWEN2_WORDS}, ...}, ...]}.
     pre_tokenizer = content.get("pre_tokenizer") or {}
     steps = pre_tokenizer.get("pretokenizers", [])
     if not steps:
@@ -126,6 +131,7 @@ def _splits_like_qwen2(vocab_path: Path) -> bool:
 def special_token_ids(trained: Mapping[str, Any], tokenizer: Tokenizer, vocab_path: Path, is_t5: bool) -> Content:
     """Return the special-token ids for config.json, such as {"eos_token_id": 1}.
 
+    They are the ids used in training. Ids in the source folder replace them unless this would change the model.
     trained: the ids used in training, under the same keys.
     """
     source_ids = read_token_ids(vocab_path)
@@ -134,7 +140,9 @@ def special_token_ids(trained: Mapping[str, Any], tokenizer: Tokenizer, vocab_pa
     # The source may list several end ids. Its entry is kept only if it contains the id used in training.
     if source_end == tokenizer.eod or (isinstance(source_end, list) and tokenizer.eod in source_end):
         ids["eos_token_id"] = source_end
-    start_id = tokenizer.marks.get(_token_text(special_token_roles(tokenizer, vocab_path).get("bos_token")))
+    # The text of a missing role is "", which is the name of no token.
+    start_name = _token_text(special_token_roles(tokenizer, vocab_path).get("bos_token"))
+    start_id = tokenizer.marks.get(start_name)
     if "bos_token_id" in source_ids:
         ids["bos_token_id"] = source_ids["bos_token_id"]
     elif start_id is not None and not is_t5:
@@ -173,9 +181,11 @@ def generation_settings(
     source_end = read_eos_ids(vocab_path)
     source_ends = source_end if isinstance(source_end, list) else [source_end]
     end_ids = []
+    # None, if the source gives no id, and ids outside the vocabulary are dropped.
     for end_id in source_ends:
         if type(end_id) is int and 0 <= end_id < tokenizer.vocab_size:
             end_ids.append(end_id)
+    # Ids that do not include the end used in training belong to another tokenizer.
     if tokenizer.eod not in end_ids:
         end_ids = [tokenizer.eod]
     if turn_end is not None:

@@ -63,7 +63,6 @@ def chat_format_of(config: Config, tokenizer: Tokenizer, vocab_file: str) -> Cha
         )
         return ChatFormat(template, notes=notes)
     first_sidecar = sidecars[0]
-    end_id = None
     if any(sidecar["chat_template"] != first_sidecar["chat_template"] for sidecar in sidecars):
         notes.append("the corpora of this run have different chat templates; that of the first corpus is exported")
     date = first_sidecar.get("chat_date")
@@ -74,7 +73,8 @@ def chat_format_of(config: Config, tokenizer: Tokenizer, vocab_file: str) -> Cha
             "chat_template.jinja inserts the current date; the run was trained without a date, because its corpus was "
             "made by an older version of this project, which offered no strftime_now to templates"
         )
-    try:
+    end_id = None
+    try:  # the template may fail to render a conversation
         end_id = turn_end(template_of_corpus(first_sidecar, tokenizer, vocab_file), tokenizer)
     except ValueError as error:
         notes.append(f"eos_token_id contains no end-of-turn token: {error}")
@@ -116,6 +116,7 @@ def write_tokenizer(
     else:
         copyfile(vocab_path, folder / vocab_path.name)
         tokenizer_config = _sentencepiece_settings(vocab_path, tokenizer, base_tokenizer)
+        # No class of transformers gives the ids of this file, which only this project can read.
         if not tokenizer_config:
             return _write_placeholder(folder, vocab_path.name, base_tokenizer.name, chat)
     tokenizer_config |= tokenizer_class_entries(vocab_path, model_type, hf_tokenizer is not None)
@@ -163,11 +164,12 @@ def _sentencepiece_settings(vocab_path: Path, tokenizer: Tokenizer, base_tokeniz
         for key in DROPPED_KEYS:
             settings.pop(key, None)
         return {**settings, "tokenizer_class": "T5Tokenizer", "extra_ids": tokenizer.count}
-    # LlamaTokenizer neither normalises text nor merges spaces.
+    # transformers reads this file by LlamaTokenizer, which only knows BPE, and neither normalises text nor merges
+    # spaces.
     facts = base_tokenizer.facts
-    leaves_texts = facts.normalization == "identity" and not facts.merges_spaces and facts.algorithm == "bpe"
-    if leaves_texts and base_tokenizer.is_llama and vocab_path.name == "tokenizer.model":
-        settings.pop("chat_template", None)
+    suits_llama = facts.normalization == "identity" and not facts.merges_spaces and facts.algorithm == "bpe"
+    if suits_llama and base_tokenizer.is_llama and vocab_path.name == "tokenizer.model":
+        settings.pop("chat_template", None)  # `_write_template` writes it as a file
         return settings
     return {}
 
@@ -197,12 +199,14 @@ def _write_tokenizer_json(
             # The source's own tokens come first; a sentinel that is already among them is not repeated.
             sentinels = list(dict.fromkeys([*listed, *sentinels]))
         entries = {"pad_token": "<pad>", "extra_special_tokens": sentinels}
+    # A tokenizer.json that lacks nothing is copied byte by byte.
     if vocab_path.name == "tokenizer.json" and not missing_names:
         copyfile(vocab_path, folder / vocab_path.name)
     else:
-        # The source's own tokenizer.json, with all sentinels, is that of a T5. Others may end texts otherwise.
+        # A file that lacks sentinels is not from a T5, and may put other tokens around a text than a T5 does.
         if isinstance(tokenizer, SentinelTokenizer):
-            frame_texts(hf_tokenizer, tokenizer.start, [tokenizer.eod] if tokenizer.convention == "t5" else [])
+            end_ids = [tokenizer.eod] if tokenizer.convention == "t5" else []
+            frame_texts(hf_tokenizer, tokenizer.start, end_ids)
         hf_tokenizer.save(str(folder / "tokenizer.json"))
     return entries
 

@@ -118,10 +118,12 @@ def _tokens_needed(config: Config) -> int:
 
 def _tokens_needed_by_hf(config: Config, hf_config: Any) -> int:
     """Return the length of `_tokens_needed` from the config of transformers, which an error of ours cannot shorten."""
-    if hasattr(hf_config, "n_positions") and not config.is_t5:
-        return min(int(hf_config.n_positions), config.positions)
     if config.is_t5:
         return int(hf_config.relative_attention_max_distance) + MARGIN
+    # GPT-2: learned positions. Our model can read no more tokens than it has positions.
+    if hasattr(hf_config, "n_positions"):
+        return min(int(hf_config.n_positions), config.positions)
+    # Llama and related models: rotary positions
     rope = getattr(hf_config, "rope_parameters", None) or {}
     window = getattr(hf_config, "sliding_window", None)
     return _rotary_length(config, window, rope.get("original_max_position_embeddings"))
@@ -148,12 +150,17 @@ def _our_logits(config: Config, read_weight: WeightReader, tokens: Tensor, dtype
         # Our vocabulary may be padded: rows beyond those of `value` stay zero.
         parameter.zero_()
         parameter.narrow(0, 0, len(value)).copy_(value)
+    # The encoder and the decoder of a T5 read the same tokens, as those of the Hugging Face model do.
     logits: Tensor = model(tokens, tokens) if config.is_t5 else model(tokens)
     return logits
 
 
 class _KeepFp64(TorchFunctionMode):
-    """Casts of fp64 tensors to fp32 do nothing: both models compute norms, softmax and rotary positions in "fp32"."""
+    """Mode in which casts of fp64 tensors to fp32 do nothing.
+
+    Both models cast to fp32 for norms, softmax and rotary positions, so a comparison in fp64 would round like one in
+    fp32.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keywords = kwargs or {}
@@ -164,8 +171,9 @@ class _KeepFp64(TorchFunctionMode):
         if func is Tensor.float:
             return first
         # Arguments such as dtype=torch.float32 of softmax or `to` would cast, too.
+        fp64_args = map(_fp64_for_fp32, args)
         fp64_keywords = {name: _fp64_for_fp32(value) for name, value in keywords.items()}
-        return func(*map(_fp64_for_fp32, args), **fp64_keywords)
+        return func(*fp64_args, **fp64_keywords)
 
 
 def _fp64_for_fp32(value: Any) -> Any:
@@ -219,7 +227,8 @@ def compare_imported_ids(tokenizer: Tokenizer, folder: Path) -> str:
     transformers 5 take only vocabulary and merges from tokenizer.json and replace its normalizer and pre-tokenizer.
     """
     transformers = _import_transformers()
-    # The placeholder of an export, which AutoTokenizer rejects, stands for a file of another name.
+    # A tokenizer.json may be the placeholder of an export, which AutoTokenizer rejects. `find_vocab_file` then returns
+    # the file of another name for which the placeholder stands.
     has_json = (folder / "tokenizer.json").is_file()
     if not has_vocab_file(folder) or (has_json and find_vocab_file(str(folder)).name != "tokenizer.json"):
         return f"{folder} has no tokenizer that transformers can read, so --verify compares no token ids"

@@ -109,20 +109,21 @@ def read_config(content: Values, where: Path) -> dict[str, Any]:
     family = FAMILIES[model_type]
     _check_architectures(content, family, where)
     values = dict(family.defaults)
-    spelling: dict[str, str] = {}  # key of the family -> the key or alias in the file that has set it
+    set_by: dict[str, str] = {}  # key of the family -> the key or alias in the file that has set it
     for key, value in content.items():
         name = family.aliases.get(key, key)
         if name in values:
-            if name in spelling and values[name] != value:
-                raise ValueError(f"{where}: {spelling[name]} is {values[name]}, but its alias {key} is {value}")
+            if name in set_by and values[name] != value:
+                raise ValueError(f"{where}: {set_by[name]} is {values[name]}, but its alias {key} is {value}")
             check_type(key, value, family.defaults[name], NULLABLE_TYPES.get(name), where)
-            spelling[name] = key
+            set_by[name] = key
             values[name] = value
         elif name in REQUIRED_VALUES:
             required = REQUIRED_VALUES[name]
-            is_supported = not required if value is None else value == required
+            is_supported = value == required or (value is None and not required)  # null means false
             if not is_supported:
                 raise ValueError(f"{where}: {key} is {value}; this project supports only {required}")
+        # What is left is unknown. It is harmless if its value turns it off, or if no model reads such a key.
         elif name not in IGNORED_KEYS and not is_disabled(key, value) and not has_no_effect(key):
             raise ValueError(
                 f"{where}: the key {key} ({value!r}) is unknown and may change what the model computes; if it does "
@@ -134,7 +135,7 @@ def read_config(content: Values, where: Path) -> dict[str, Any]:
             f"{where}: is_encoder_decoder is {values['is_encoder_decoder']}, but {model_type} needs {expected}"
         )
     # A null in the file means false. After these lines, None means that the file lacks the key; see `_scales_logits`.
-    if "scale_decoder_outputs" in spelling:
+    if "scale_decoder_outputs" in set_by:
         values["scale_decoder_outputs"] = bool(values["scale_decoder_outputs"])
     return values | {"model_type": model_type}
 
@@ -185,6 +186,7 @@ def settings_from_hf(values: Values, tied: bool, where: Path) -> tuple[dict[str,
             **our_settings(GPT2_NAMES, values), "family": "gpt2", "seq_length": seq_length,
             "tie_embeddings": tied, "activation": activation,
         }, notes  # fmt: skip
+    # T5, mT5 and UMT5. For further training, the encoder gets 512 tokens, as in the T5 paper (Raffel et al. 2020).
     return {
         **our_settings(T5_NAMES, values), "family": "t5", "attention_dropout": values["dropout_rate"],
         "activation": _t5_activation(values, where), "tie_embeddings": tied,
@@ -199,11 +201,11 @@ def _t5_activation(values: Values, where: Path) -> str:
 
     The key feed_forward_proj gives it in the form X or gated-X; is_gated_act and dense_act_fn override this key.
     """
-    feed_forward = values["feed_forward_proj"]
+    key = "feed_forward_proj"  # the key that an error message names
+    feed_forward = values[key]
     name = feed_forward.removeprefix("gated-")
     if feed_forward == "gated-gelu":
         name = "gelu_new"  # T5 v1.1 writes gated-gelu but means GELU with tanh
-    key = "feed_forward_proj"
     if values["dense_act_fn"] is not None:
         key = "dense_act_fn"
         # An empty dense_act_fn leaves the name of feed_forward_proj.
@@ -254,7 +256,8 @@ def check_tokenizer(values: Values, given: Values, tokenizer: Any, where: Path) 
     end_ids = values["eos_token_id"]
     if not isinstance(end_ids, list):
         end_ids = [end_ids]
-    # A default that the file does not give, and ids outside the vocabulary, say nothing about the tokenizer.
+    # The tokenizer's end must be among the ids that the file gives. A default, which the file does not give, and ids
+    # outside the vocabulary say nothing about the tokenizer.
     valid_ids = [end_id for end_id in end_ids if end_id is not None and end_id < values["vocab_size"]]
     if "eos_token_id" in given and valid_ids and tokenizer.eod not in end_ids:
         raise ValueError(

@@ -36,6 +36,7 @@ def expert_settings(values: Mapping[str, Any], where: Path) -> tuple[Values, lis
     """
     model_type = values["model_type"]
     experts_per_token = values["num_experts_per_tok"]
+    # Mixtral lacks two keys: its experts have the width intermediate_size, and it always normalises their weights.
     settings: Values = {
         "num_experts": values["num_local_experts" if model_type == "mixtral" else "num_experts"],
         "experts_per_token": experts_per_token,
@@ -63,7 +64,7 @@ def expert_settings(values: Mapping[str, Any], where: Path) -> tuple[Values, lis
         settings |= {"num_shared_experts": shared // width, "shared_expert_gate": True}
     # In transformers, one loss for all layers has the minimum coefficient x experts per token. Here each layer with
     # experts has a loss with the minimum aux_loss. Equal sums of the minima: aux_loss x layers = coefficient x experts
-    # per token.
+    # per token. For example, 0.001 with 4 experts per token in 8 layers becomes 0.0005.
     aux_loss = values["router_aux_loss_coef"] * experts_per_token / sum(layers_with_experts)
     notes = []
     if aux_loss and not values["output_router_logits"]:
@@ -81,6 +82,7 @@ def _layers_with_experts(values: Mapping[str, Any], where: Path) -> list[bool]:
         raise ValueError(f"{where}: decoder_sparse_step is {step}; it must be at least 1")
     dense_layers = values.get("mlp_only_layers") or []
     has_experts = []
+    # With decoder_sparse_step 2, the layers 1, 3, 5, ... have experts.
     for layer in range(values["num_hidden_layers"]):
         has_experts.append(layer not in dense_layers and (layer + 1) % step == 0)
     if not any(has_experts):
@@ -91,7 +93,10 @@ def _layers_with_experts(values: Mapping[str, Any], where: Path) -> list[bool]:
 
 
 def unsupported_settings(m: ModelConfig, model_type: str) -> Sequence[tuple[bool, str]]:
-    """Return pairs for `refuse`: settings of mixtures that the family `model_type` does not support."""
+    """Return pairs (whether the model uses it, flag) of settings of mixtures that `model_type` does not support.
+
+    They are for `refuse_unsupported`.
+    """
     if m.num_experts is None:
         return []
     has_dense_layers = not all(map(m.has_experts, range(m.num_layers)))
@@ -123,6 +128,7 @@ def expert_config(m: ModelConfig, model_type: str) -> Values:
         "num_experts": m.num_experts,
         "moe_intermediate_size": m.expert_ff_size,
         "norm_topk_prob": m.normalize_expert_weights,
+        # Step 1 gives all layers experts, except those in mlp_only_layers.
         "decoder_sparse_step": 1,
         "mlp_only_layers": dense_layers,
     }

@@ -87,6 +87,7 @@ class HFTensorReader:
         single = (folder / "model.safetensors").is_file()
         if index.is_file():
             weight_map: Any = read_object(index).get("weight_map")
+            # For anything but a dict, a None takes the place of the names, so that the loop refuses it.
             files = weight_map.values() if isinstance(weight_map, dict) else [None]
             for file in files:
                 if not isinstance(file, str) or file != Path(file).name:
@@ -110,7 +111,7 @@ class HFTensorReader:
             )
         # name of an expert's matrix -> (tensor of FUSED_EXPERTS that holds it, its place in the tensor)
         self._expert_slices: dict[str, tuple[str, ExpertRows]] = {}
-        for name in list(self._file_of):
+        for name in list(self._file_of):  # a copy, because `_add_experts` changes the dict
             match = FUSED_EXPERTS.fullmatch(name)
             if match:
                 self._add_experts(name, *match.groups())
@@ -118,6 +119,7 @@ class HFTensorReader:
     def _add_experts(self, fused_name: str, prefix: str, fused_kind: str) -> None:
         """Add the matrices of each expert to the known tensors, and remove `fused_name`, the tensor that holds them."""
         file = self._open(self._file_of[fused_name])
+        # The index may list a tensor that the file lacks; `_locate` reports it later.
         shape: list[int] = []
         if fused_name in file.keys():  # noqa: SIM118
             shape = file.get_slice(fused_name).get_shape()
@@ -126,7 +128,7 @@ class HFTensorReader:
             return
         # The rows of gate_up_proj are those of the gate projection, then those of the up projection.
         half = shape[1] // 2
-        rows_of = {fused_kind: slice(None)}
+        rows_of = {fused_kind: slice(None)}  # projection -> its rows; down_proj has all rows
         if fused_kind == "gate_up_proj":
             rows_of = {"gate_proj": slice(0, half), "up_proj": slice(half, None)}
         file_name = self._file_of.pop(fused_name)
@@ -178,6 +180,7 @@ class HFTensorReader:
         Redundant tensors are copies of the embedding, constants that old versions of transformers saved, and tensors
         whose name matches a pattern in `ignored`.
         """
+        # Files may omit the prefix of a name (see MODEL_PREFIX).
         embeddings = set(EMBEDDING_NAMES)
         for name in EMBEDDING_NAMES:
             embeddings.add(MODEL_PREFIX.sub("", name))
@@ -190,13 +193,17 @@ class HFTensorReader:
         return unused
 
     def _locate(self, name: str) -> tuple[Any, str, ExpertRows | None]:
-        """Return the file that holds a tensor, the name of the stored tensor, and the place of a part of it."""
+        """Return (file that holds a tensor, name of the stored tensor, expert and rows if the tensor is a part of it).
+
+        The last value is None for a tensor that is stored as it is.
+        """
         stored_name = self._stored_name(name)
         if stored_name is None:
             raise ValueError(f"{self.folder} contains no tensor {name}")
         self._used_names.add(stored_name)
         file_name = self._file_of[stored_name]
         file = self._open(file_name)
+        # The matrix of an expert may lie in a stack of all experts, which has another name.
         tensor_name, expert_rows = self._expert_slices.get(stored_name, (stored_name, None))
         if tensor_name not in file.keys():  # noqa: SIM118
             raise ValueError(
@@ -217,7 +224,8 @@ class HFTensorReader:
         if expert_rows is None:
             return shape
         _, rows = expert_rows
-        # The stack is [e, rows, columns], and the slice `rows` takes all rows of an expert or half of them.
+        # The stack is [e, rows, columns], and the slice `rows` takes all rows of an expert or half of them: of 8 rows,
+        # slice(4, None) takes len(range(8)[4:]) = 4.
         return [len(range(shape[1])[rows]), shape[2]]
 
     def read(self, name: str) -> Tensor:
@@ -250,6 +258,7 @@ def export_entries(
     for match in matches:
         # Splitting a meta tensor with the shape of our tensor gives Hugging Face's shapes without reading weights.
         parts = match.split(torch.empty(*shape_of(match.our_name), device="meta"))
+        # `split` returns parts in the order of `their_names`. Each entry later reads the weight and splits it again.
         for index, part in enumerate(parts):
             compute = partial(_export_part, match, index, read_weight, dtype)
             entries.append(LazyTensor(match.their_names[index], tuple(part.shape), DTYPES[dtype], compute))
@@ -259,6 +268,7 @@ def export_entries(
 def _export_part(match: Match, index: int, read_weight: Callable[[str], Tensor], dtype: str) -> Tensor:
     """Return one Hugging Face tensor of a match. Raises ValueError if a value overflows `dtype`."""
     tensor = match.split(read_weight(match.our_name))[index]
+    # An Inf that a weight already has is no overflow, and is exported as it is.
     if tensor.isfinite().all() and not tensor.to(DTYPES[dtype]).isfinite().all():
         largest = float(tensor.abs().max())
         raise ValueError(
@@ -314,7 +324,7 @@ class HFModelFolder:
         """Return whether input and output embedding are tied: tie_word_embeddings is true and the tensors are equal."""
         # The files may hold several copies of the input embedding, which must be equal.
         contains_head = self.tensors.contains(HEAD_NAME)
-        first_name = None
+        first_name = None  # the first name of the input embedding that the files contain
         for name in EMBEDDING_NAMES:
             if name == HEAD_NAME or not self.tensors.contains(name):
                 continue
@@ -328,6 +338,7 @@ class HFModelFolder:
         # different.
         if first_name and contains_head:
             return is_tied and torch.equal(self.tensors.read(HEAD_NAME), self.tensors.read(first_name))
+        # The files lack the head or the input embedding. Tied embeddings need only one of them.
         if not is_tied:
             missing = HEAD_NAME if first_name else "embedding"
             raise ValueError(
@@ -342,7 +353,7 @@ class HFModelFolder:
             # Splitting an empty meta tensor gives the shapes of their tensors.
             parts = match.split(torch.empty(*shapes[match.our_name], device="meta"))
             for name, part in zip(match.their_names, parts, strict=True):
-                shape = self.tensors.shape(name)
+                shape = self.tensors.shape(name)  # also marks the tensor as used
                 if shape != list(part.shape):
                     raise ValueError(
                         f"{self.path}: {name} has shape {shape}, but config.json implies {list(part.shape)}"

@@ -41,13 +41,11 @@ def import_hf(args: argparse.Namespace) -> tuple[Config, str, list[LazyTensor]]:
 def _convert_tokenizer(hf_folder: HFModelFolder, vocab_file: str | None) -> tuple[dict[str, Any], str]:
     """Return (our tokenizer settings, fingerprint) for --vocab-file, else for the tokenizer in the model's folder."""
     has_tokenizer = has_vocab_file(hf_folder.path)
-    path = vocab_file
-    if not path:
-        if not has_tokenizer:
-            _refuse_unusual_ids(hf_folder)
-            print_notes([f"there is no tokenizer in {hf_folder.path}; training and generation need --vocab-file"])
-            return {}, ""
-        path = str(hf_folder.path)
+    if not vocab_file and not has_tokenizer:
+        _refuse_unusual_ids(hf_folder)
+        print_notes([f"there is no tokenizer in {hf_folder.path}; training and generation need --vocab-file"])
+        return {}, ""
+    path = vocab_file or str(hf_folder.path)
     base_tokenizer = load_tokenizer(path)
     if vocab_file and has_tokenizer:
         check_same_ids(
@@ -58,11 +56,11 @@ def _convert_tokenizer(hf_folder: HFModelFolder, vocab_file: str | None) -> tupl
     settings: dict[str, Any] = {"vocab_file": path}
     tokenizer = base_tokenizer
     if hf_folder.config.is_t5:
-        # Rows of the embedding that no token uses. A vocabulary without <pad> gets one row for it: True counts as 1.
-        unused_rows = (
-            hf_folder.values["vocab_size"] - base_tokenizer.vocab_size - ("<pad>" not in base_tokenizer.specials)
-        )
-        # A vocabulary that contains its sentinels has as many as it has; else T5Tokenizer adds some.
+        # Rows of the embedding that no token uses. <pad> gets one of them if the vocabulary lacks it.
+        unused_rows = hf_folder.values["vocab_size"] - base_tokenizer.vocab_size
+        if "<pad>" not in base_tokenizer.specials:
+            unused_rows -= 1
+        # If the vocabulary contains no sentinels (0), T5Tokenizer adds some.
         num_sentinels = len(own_sentinels(base_tokenizer, "t5")) or _sentinel_count(find_vocab_file(path), unused_rows)
         settings["num_sentinels"] = num_sentinels
         tokenizer = SentinelTokenizer(base_tokenizer, num_sentinels, "t5")
@@ -115,6 +113,7 @@ def _joined_entry(match: Any, hf_tensors: HFTensorReader) -> LazyTensor:
     def build() -> Tensor:
         parts = list(map(hf_tensors.read, match.their_names))
         tensor: Tensor = match.join(parts)
+        # Such a model is of little use, but it is converted as it is.
         if not tensor.isfinite().all():
             print(f"note: NaN or Inf in {' and '.join(match.their_names)}")
         return tensor

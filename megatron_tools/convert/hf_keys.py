@@ -131,6 +131,7 @@ def hf_values(names: Mapping[str, str], m: ModelConfig) -> dict[str, Any]:
 
 def is_disabled(key: str, value: Any) -> bool:
     """Return whether the value disables the key's feature: it is null, false, zero, empty, or a factor of 1."""
+    # One name for each layer. Full attention is what a layer has without this key.
     if key == "layer_types":
         return isinstance(value, list) and set(value) <= {"full_attention"}
     if not value:
@@ -145,19 +146,23 @@ def has_no_effect(key: str) -> bool:
     return UNREAD_KEYS.fullmatch(key) is not None or SUSPECT_KEYS.search(key.lower()) is None
 
 
-def check_type(key: str, value: Any, default: Any, optional: type | None, where: Path) -> None:
-    """Raise ValueError if the value has another type than the default, or than `optional` if the default is null."""
-    wanted = optional if default is None else type(default)
-    may_be_null = default is None or optional is not None
+def check_type(key: str, value: Any, default: Any, nullable_type: type | None, where: Path) -> None:
+    """Raise ValueError if the value has another type than the default, or `nullable_type` if the default is null.
+
+    nullable_type: the key's type in NULLABLE_TYPES, whose keys may be null; None for other keys.
+    """
+    wanted = nullable_type if default is None else type(default)
+    may_be_null = default is None or nullable_type is not None
     # Without a default or a listed type, any value passes.
     if wanted is None:
         return
     if value is None and may_be_null:
         return
     # JSON may write 1.0 as 1, and eos_token_id may list several ids.
-    kinds = (float, int) if wanted is float else (wanted,)
+    accepted = (float, int) if wanted is float else (wanted,)
     values = value if key == "eos_token_id" and isinstance(value, list) else [value]
-    if all(type(each) in kinds for each in values):
+    # type() instead of isinstance(): a bool is no number here.
+    if all(type(each) in accepted for each in values):
         return
     raise ValueError(f"{where}: {key} is {value!r}, not of type {wanted.__name__}")
 
@@ -178,8 +183,8 @@ def gated_activation_of(name: str, where: Path, key: str) -> str:
         return "swiglu"
     if ACTIVATIONS.get(name) == "gelu-tanh":
         return "gated-gelu"
-    good = ", ".join(name for name, ours in ACTIVATIONS.items() if ours == "gelu-tanh")
-    raise ValueError(f"{where}: {key} is {name}; of gated MLPs only those with silu, swish, {good} can be converted")
+    gelus = ", ".join(hf_name for hf_name, ours in ACTIVATIONS.items() if ours == "gelu-tanh")
+    raise ValueError(f"{where}: {key} is {name}; of gated MLPs only those with silu, swish, {gelus} can be converted")
 
 
 def refuse_unsupported(what: Sequence[tuple[bool, str]], model: str) -> None:

@@ -126,6 +126,7 @@ def _sliding_window(values: Values, where: Path) -> int | None:
 
     Raises ValueError if only some of the layers have a window.
     """
+    # Llama has no such key.
     if "sliding_window" not in values:
         return None
     num_layers = values["num_hidden_layers"]
@@ -142,7 +143,7 @@ def _sliding_window(values: Values, where: Path) -> int | None:
             f"layers the same attention, full_attention or sliding_attention; other models cannot be converted"
         )
     is_sliding = layer_types[0] == "sliding_attention"
-    # Mistral has no key that disables its window.
+    # A Qwen may give a window that no layer uses. Mistral has no key that disables its window, so all layers use it.
     expects_window = window is not None and "use_sliding_window" not in values
     lacks_window = is_sliding and window is None
     has_unused_window = not is_sliding and expects_window
@@ -157,7 +158,7 @@ def _default_layer_types(values: Values, window: int | None, where: Path) -> lis
     num_layers = values["num_hidden_layers"]
     if window is None:
         return ["full_attention"] * num_layers
-    num_full_layers = values.get("max_window_layers", 0)
+    num_full_layers = values.get("max_window_layers", 0)  # Mistral has no such key, and a window in all layers
     if model_type == "qwen3_moe":
         num_full_layers = 0  # its class does not read max_window_layers
     if num_full_layers is None:
@@ -207,9 +208,10 @@ def llama_config(m: ModelConfig, positions: int, bos_id: int, eod_id: int, dtype
             # The first max_window_layers layers of a Qwen2 or Qwen3 have no window.
             "max_window_layers": 0 if has_window else m.num_layers,
         }
-    if model_type == "qwen2_moe":
-        layer_type = "sliding_attention" if has_window else "full_attention"
-        content |= {"qkv_bias": m.has_qkv_bias, "layer_types": [layer_type] * m.num_layers}
+        # Without layer_types, the class of Qwen2-MoE would derive other layers (see `_default_layer_types`).
+        if model_type == "qwen2_moe":
+            layer_type = "sliding_attention" if has_window else "full_attention"
+            content |= {"qkv_bias": m.has_qkv_bias, "layer_types": [layer_type] * m.num_layers}
     return content | expert_config(m, model_type)
 
 
@@ -218,6 +220,8 @@ def _family_for(m: ModelConfig) -> str:
 
     Llama's class requires hidden_size to be divisible by the number of heads; Mistral's does not.
     """
+    # Only the Qwen3 families have norms of queries and keys. Only the Qwen2 families have shared experts, or biases for
+    # queries, keys and values alone.
     if m.num_experts is not None:
         if m.qk_norm:
             return "qwen3_moe"

@@ -63,11 +63,12 @@ def _interleaved(ours: str, theirs: tuple[str, ...], groups: int, first_size: in
     in grouped-query attention, all query heads that share a key head, then this key head, then its value head.
     first_size: number of parts, such as heads, that the first of their tensors has in a group; the others have one.
     """
+    # Parts that each of their tensors has in a group: 2, 1, 1 for a group q0 q1 k0 v0.
     sizes = [first_size, *[1] * (len(theirs) - 1)]
 
     # Two groups with a first size of 2: our heads q0 q1 k0 v0 q2 q3 k1 v1 are q0 q1 q2 q3, k0 k1 and v0 v1 in theirs.
     def split(t: Tensor) -> Parts:
-        by_group = t.view(groups, sum(sizes), -1, *t.shape[1:])
+        by_group = t.view(groups, sum(sizes), -1, *t.shape[1:])  # [groups, parts of a group, rows of a part, ...]
         return [part.flatten(0, 2) for part in torch.split(by_group, sizes, 1)]
 
     def join(ts: Parts) -> Tensor:
@@ -119,6 +120,7 @@ def _weight_factor(m: ModelConfig, name: str) -> float:
 
 def _with_factor(match: Match, factor: float, m: ModelConfig) -> Match:
     """Return `match` with our weight multiplied by `factor`: only its queries, if it also holds keys and values."""
+    # A factor of 1 may come out as 1.0000000000000002, because it is a quotient.
     if abs(factor - 1.0) < 1e-12:
         return match
     scale = _scale_queries if ".query_key_value." in match.our_name else _scale_all
@@ -156,11 +158,12 @@ def gpt2_matches(m: ModelConfig) -> Matches:
             yield Match(f"{our_layer}.input_layernorm.{kind}", (f"{hf_layer}.ln_1.{kind}",))
             yield Match(f"{our_layer}.post_attention_layernorm.{kind}", (f"{hf_layer}.ln_2.{kind}",))
             our_qkv = f"{our_layer}.attention.query_key_value.{kind}"
-            linear = [_stacked_heads(our_qkv, f"{hf_layer}.attn.c_attn.{kind}", m.num_attention_heads)]
+            linear_layers = [_stacked_heads(our_qkv, f"{hf_layer}.attn.c_attn.{kind}", m.num_attention_heads)]
             for ours, theirs in names.items():
-                linear.append(Match(f"{our_layer}.{ours}.{kind}", (f"{hf_layer}.{theirs}.{kind}",)))
+                linear_layers.append(Match(f"{our_layer}.{ours}.{kind}", (f"{hf_layer}.{theirs}.{kind}",)))
             # GPT-2's matrices are transposed. Its biases are vectors and stay as they are.
-            yield from map(_transposed, linear) if kind == "weight" else linear
+            for match in linear_layers:
+                yield _transposed(match) if kind == "weight" else match
     for kind in ("weight", "bias"):
         yield Match(f"final_norm.norm.{kind}", (f"transformer.ln_f.{kind}",))
 

@@ -12,8 +12,7 @@ from megatron.config import ModelConfig
 
 Settings = dict[str, Any]  # our settings by name, or keys of a config.json
 Values = Mapping[str, Any]  # the content of a config.json
-COMMON_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
-# Type of rotary scaling -> keys that only some types use. All types accept the keys in COMMON_KEYS.
+# Type of rotary scaling -> keys that only some types use. All types accept further keys, such as rope_theta.
 TYPE_KEYS = {
     "default": (),
     "linear": ("factor",),
@@ -41,8 +40,9 @@ def rope_settings(values: Values, where: Path) -> Settings:
     if rope.get("type", kind) != kind:
         raise ValueError(f"{where}: {source_key} has type {rope['type']!r} but rope_type {kind!r}; they must be equal")
     # transformers would silently ignore a key that belongs to another scaling type.
+    keys_of_others = SCALING_KEYS.difference(TYPE_KEYS[kind])
     for key in rope:
-        if key in SCALING_KEYS and key not in (*COMMON_KEYS, *TYPE_KEYS[kind]) and rope[key] is not None:
+        if key in keys_of_others and rope[key] is not None:
             raise ValueError(
                 f"{where}: the key {key} of {source_key} has no effect with type {kind}; remove it from the file"
             )
@@ -110,6 +110,7 @@ def _rope_and_key(values: Values, where: Path) -> tuple[Settings, str]:
 def _normalized(rope: Values, values: Values) -> Settings:
     """Return `rope` in one form for comparison: with the scaling type as rope_type, and always with rope_theta."""
     theta = _default_theta(values) if values["rope_theta"] is None else values["rope_theta"]
+    # A rope_theta in `rope` is among these keys, and replaces the one from outside.
     other_keys = {key: value for key, value in rope.items() if key not in ("type", "rope_type")}
     return {"rope_type": rope.get("rope_type", rope.get("type", "default")), "rope_theta": theta, **other_keys}
 
@@ -136,10 +137,11 @@ def _theta(values: Values, rope: Values, source_key: str, where: Path) -> float:
 def _attention_factor(factor: float, rope: Values, read_number: Callable[..., float]) -> float | None:
     """Return yarn's attention factor: attention_factor if given, else a value from mscale and mscale_all_dim.
 
-    Returns None, which means yarn's default, if these keys are missing.
+    Returns None, which means yarn's default, if these keys are missing or 0, or if the context is not extended.
     """
     if rope.get("attention_factor") is not None:
         return read_number("attention_factor")
+    # A factor up to 1 does not extend the context.
     if factor <= 1 or not rope.get("mscale") or not rope.get("mscale_all_dim"):
         return None
     # Each is yarn's attention scale 0.1 m ln(factor) + 1, with m = mscale or mscale_all_dim.

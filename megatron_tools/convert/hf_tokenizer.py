@@ -32,6 +32,7 @@ def to_hf_tokenizer(tokenizer: Tokenizer) -> Any | None:
     # A tokenizer that we read from a tokenizer.json already wraps one of this library.
     hf_inner = getattr(tokenizer, "_tokenizer", None)
     if hf_inner is not None:
+        # A copy, because an export adds tokens to it.
         return import_tokenizers().Tokenizer.from_str(hf_inner.to_str())
     if not isinstance(tokenizer, SentencePieceTokenizer):
         return None
@@ -104,7 +105,8 @@ def _is_mt5_model(tokenizer: SentencePieceTokenizer) -> bool:
     facts = tokenizer.facts
     sentinels = set(own_sentinels(tokenizer, "t5"))
     other_symbols = set(facts.ids_of_type(USER_DEFINED)) - sentinels
-    return bool(sentinels or facts.ids_of_type(BYTE)) and not other_symbols and _is_like_t5(tokenizer)
+    has_special_pieces = bool(sentinels or facts.ids_of_type(BYTE))
+    return has_special_pieces and not other_symbols and _is_like_t5(tokenizer)
 
 
 def _from_mt5(tokenizer: SentencePieceTokenizer) -> Any | None:
@@ -113,6 +115,7 @@ def _from_mt5(tokenizer: SentencePieceTokenizer) -> Any | None:
     facts = tokenizer.facts
     tokenizers = import_tokenizers()
     vocab = _scored_pieces(tokenizer)
+    # The library finds special tokens by name, and the piece of a sentinel may have another name than the sentinel.
     for name, i in tokenizer.specials.items():
         vocab[i] = (name, sp.get_score(i))
     unigram = tokenizers.models.Unigram(vocab, unk_id=sp.unk_id(), byte_fallback=bool(facts.ids_of_type(BYTE)))
@@ -135,6 +138,7 @@ def _from_mt5(tokenizer: SentencePieceTokenizer) -> Any | None:
 
 def frame_texts(hf_tokenizer: Any, start_ids: Sequence[int], end_ids: Sequence[int]) -> None:
     """Make a tokenizer put `start_ids` before and `end_ids` after each text, as a T5's puts `</s>` after it."""
+    # $A stands for the text, and $B for the second text of a pair, in the library's notation.
     name_of = hf_tokenizer.id_to_token
     end_names = [*map(name_of, end_ids)]
     single = [*map(name_of, start_ids), "$A", *end_names]
@@ -181,6 +185,7 @@ def _run_texts(tokenizer: SentencePieceTokenizer) -> Iterator[str]:
     """
     for character, longest in _longest_runs(tokenizer).items():
         run = character.replace(MARK, " ")
+        # Up to two longest pieces and one character more.
         for length in range(2, 2 * longest + 2):
             repeated = run * length
             yield repeated

@@ -171,6 +171,7 @@ class RankFiles:
             return float(recorded), "recorded in the files"
         if given_version is not None:
             return float(given_version), "from --checkpoint-version"
+        # Neither the files nor the user give a version. Only some programs can be told by the names of their tensors.
         if "position_embedding.weight" in self._foreign_names:
             return 2.0, "from this project's tensor names"
         cpm_names = {"word_embeddings.weight", "transformer.layers.0.input_layernorm.weight"}
@@ -204,10 +205,12 @@ class RankFiles:
                 raise ValueError(f"{path}: {name} has dtype {tensor.dtype}; save it as floating point")
             # Count the layers: layers.5 shows that there are at least 6.
             layer_match = re.match(r"layers\.(\d+)\.", target_name)
-            num_layers = max(num_layers, int(layer_match[1]) + 1) if layer_match else num_layers
+            if layer_match:
+                num_layers = max(num_layers, int(layer_match[1]) + 1)
             # The last pipeline stage has second copies of both embeddings: it computes the logits with its copy of the
             # word embedding, and does not use that of the position embedding. The first copies are imported.
-            first_copy = self._shards_by_rank.setdefault(target_name, {}).setdefault(rank, tensor)
+            shard_of_rank = self._shards_by_rank.setdefault(target_name, {})
+            first_copy = shard_of_rank.setdefault(rank, tensor)
             if target_name == _EMBEDDING and first_copy is not tensor and not _nearly_equal(first_copy, tensor):
                 raise ValueError(
                     f"{path}: {name} differs from the embedding; untied output embeddings are not supported"
@@ -222,6 +225,7 @@ class RankFiles:
         """Return the shape that tensor `name` has when the ranks' shards are joined."""
         shape = list(self._shards(name)[0].shape)
         dim = _split_dim(name)
+        # A damaged tensor may lack the dimension; `check_complete` then refuses its shape.
         if dim is not None and dim < len(shape):
             shape[dim] *= self.ranks
         return tuple(shape)
@@ -236,6 +240,7 @@ class RankFiles:
         if dim is None:
             return shards[0].float()
         shards = [shard.float() for shard in shards]
+        # Each rank has the queries, keys and values of its share of the heads.
         if "query_key_value" in name:
             shards = [order_by_heads(shard, heads // self.ranks, self.version) for shard in shards]
         return torch.cat(shards, dim)
@@ -254,8 +259,8 @@ class RankFiles:
 def _is_full_cpm_pretrain(stages: Sequence[int], block_stages: Sequence[int]) -> bool:
     """Return whether the files are a complete CPM-Pretrain pipeline.
 
-    Its pipeline layers are, numbered from 0: cast, embedding, transpose, the transformer blocks, two layers without
-    weights, final norm, output head.
+    Its pipeline layers are, numbered from 0: cast, embedding, transpose, the transformer blocks, a layer without
+    weights, final norm, output head. Layers without weights have no files.
     """
     # Two blocks: the layers 1 (embedding), 3 and 4 (blocks), 6 (norm) and 7 (head) have weights.
     last_stage = len(block_stages) + 5

@@ -99,7 +99,10 @@ def _activation(saved_args: Mapping[str, Any], where: str) -> str:
 
 
 def _saved_number(source: RankFiles, default: float, *names: str) -> float:
-    """Return the saved value under one of several names, or `default` if none is saved."""
+    """Return a saved argument, which versions of Megatron-LM save under different names; else return `default`.
+
+    Raises ValueError if the value is not a number, or if values under two names differ.
+    """
     saved_values = {}
     for name in names:
         value = source.settings.get(name)
@@ -117,6 +120,7 @@ def _saved_number(source: RankFiles, default: float, *names: str) -> float:
 def check_complete(source: RankFiles, config: Config) -> None:
     """Raise ValueError unless the files hold all parameters of the model, with the right shapes, and no others."""
     expected_shapes = whole_shapes(config)
+    # A name that only one of the two has is an error. Names that both have come twice, which does no harm.
     for name in (*expected_shapes, *source.names()):
         if name not in expected_shapes or name not in source.names():
             problem = "lacks" if name in expected_shapes else "contains"

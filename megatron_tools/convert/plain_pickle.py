@@ -90,6 +90,8 @@ def load_plain(path: Path) -> Mapping[str, Any]:
             raise ValueError(f"{path} requests {error} {refusal}") from None
         except pickle.UnpicklingError as error:
             requested = re.search(r"GLOBAL ([\w.]+)", str(error))
+            # torch names the first object that it refuses. If it is a harmless enum, allow it and load the file again,
+            # until nothing else is refused.
             if requested and _ENUM.fullmatch(requested[1]):
                 with torch.serialization.safe_globals([(_enum_value, requested[1])]):
                     return load_plain(path)
@@ -138,7 +140,8 @@ def _globals_of(file: BinaryIO) -> tuple[int, list[str]]:
     strings = list[str]()
     memo: dict[int, str] = {}
     # PROTO gives the protocol. GLOBAL names an import itself, while STACK_GLOBAL takes module and name from the last
-    # two strings, which may come from the memo.
+    # two strings. The memo stores objects for later use: PUT under a given number, MEMOIZE under the next one, and GET
+    # returns them.
     for opcode, argument, _ in pickletools.genops(file):
         if opcode.name == "PROTO":
             protocol = int(str(argument))

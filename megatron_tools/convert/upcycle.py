@@ -58,12 +58,13 @@ def upcycled_entries(reader: CheckpointReader, config: Config) -> Iterator[LazyT
     for key, entry in reader.tensors.items():
         if not key.startswith((f"{WEIGHT}.", f"{BUFFER}.")):
             continue
-        names = [key]
+        new_keys = [key]
+        # weight.layers.3.mlp.dense_h_to_4h.weight has the parts layers.3.mlp, 3 and dense_h_to_4h.weight.
         mlp_match = MLP_KEY.fullmatch(key)
         if mlp_match and config.model.has_experts(int(mlp_match[2])):
             our_mlp = mlp_match[1]
             weight = mlp_match[3]
-            names = [f"{WEIGHT}.{our_mlp}.experts.{expert}.{weight}" for expert in range(experts)]
+            new_keys = [f"{WEIGHT}.{our_mlp}.experts.{expert}.{weight}" for expert in range(experts)]
             # Every MLP has this weight once, so its router is written once.
             if weight == "dense_h_to_4h.weight":
                 router = f"{our_mlp}.router"
@@ -72,8 +73,8 @@ def upcycled_entries(reader: CheckpointReader, config: Config) -> Iterator[LazyT
                     f"{WEIGHT}.{router}.weight", shape, torch.float32, partial(_router_weight, config, router)
                 )
                 yield from router_buffers(router, experts)
-        for name in names:
-            yield LazyTensor(name, tuple(entry["shape"]), reader.dtype(key), partial(reader.read_whole, key))
+        for new_key in new_keys:
+            yield LazyTensor(new_key, tuple(entry["shape"]), reader.dtype(key), partial(reader.read_whole, key))
 
 
 def _router_weight(config: Config, name: str) -> Tensor:

@@ -100,6 +100,7 @@ def _check_tokenizer(prefix: str, dataset: Any, config: Config, tokenizer: Any) 
             yield failed("ends of documents", f"{prefix}.bin {problem}", REMEDY)
         if note := note_on_objective(sidecar, config):
             yield warning("objective of the data", f"{prefix}.bin {note}", "pass --objective sft")
+    # A corpus of other programs has no sidecar, so only its ids show whether it fits the vocabulary.
     size = vocabulary_size(config, tokenizer)
     if size is None or dataset is None:
         return
@@ -148,7 +149,7 @@ def _check_tokens(prefix: str, dataset: Any, config: Config) -> Findings:
     if not config.data.data_path or config.objective not in ("lm", "prefix-lm"):
         return
     needed = config.data.seq_length + 1
-    counts = dict[str, int]()
+    counts = dict[str, int]()  # name of a split -> number of its tokens
     shares = parse_split(config.data.split)
     documents_of_parts = split_documents(shares, dataset.num_documents)
     for part, share, documents in zip(PARTS, shares, documents_of_parts, strict=True):
@@ -157,6 +158,7 @@ def _check_tokens(prefix: str, dataset: Any, config: Config) -> Findings:
             counts[part] = int(dataset.document_sizes(documents).sum())
     sizes = ", ".join(f"{part} {tokens}" for part, tokens in counts.items())
     remedy = f"use more text, a smaller --seq-length, or another --split than {config.data.split}"
+    # Training needs tokens even if its share is 0, in which case `counts` lacks it.
     if counts.get("train", 0) < needed:
         yield failed("tokens", f"{prefix} has too few tokens for training ({sizes}); a sample needs {needed}", remedy)
     elif min(counts.values()) < needed:

@@ -74,9 +74,9 @@ class Examination:
     @property
     def ranks(self) -> int:
         """Number of ranks in the run: the known number, else that of one model replica."""
-        if self._known_ranks or not self.config:
-            return self._known_ranks or 1
-        return self.config.parallel.fewest_ranks
+        if self._known_ranks:
+            return self._known_ranks
+        return self.config.parallel.fewest_ranks if self.config else 1
 
     @property
     def _known_ranks(self) -> int:
@@ -122,8 +122,10 @@ class Examination:
         # deepspeed imports torch, so without torch its import would only repeat the failure.
         if import_findings[0].state != FAILED:
             import_findings += machine.check_import("deepspeed")
+        # The later checks import modules that need both packages.
         self.has_torch = import_findings[-1].state != FAILED
         yield from import_findings
+        # The folders of PYTHONPATH, without empty entries, and those in which this process looks for modules.
         python_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         folders = [*filter(None, python_path), *sys.path]
         yield from machine.check_hidden_package(Path(megatron.__file__).parent, folders)
@@ -156,6 +158,7 @@ class Examination:
             if flags:
                 # The doctor's own parser has taken --run-dir out of the script's flags.
                 flags += ["--run-dir", str(self.run_dir)]
+        # Without flags or saved settings, only the installation is checked.
         if not flags and (saved_config is None or not saved_config.is_file()):
             return
         self.config, findings = settings.read_settings(flags, saved_config, self._known_ranks)
@@ -216,6 +219,7 @@ class Examination:
         full_config = with_values(config, {"vocab_size": vocab_size})
         yield from findings_of("memory", self._memory(full_config, resolved))
         if self.run_dir is not None:
+            # Without a tokenizer, that of the checkpoint is not compared.
             fingerprint = self.tokenizer.fingerprint if self.tokenizer is not None else None
             yield from findings_of(
                 "checkpoint", run_dir.check_resume(full_config, self.run_dir, fingerprint, self.args.quick)
@@ -241,6 +245,7 @@ class Examination:
         """Check over ssh that all hosts have equal versions and share the run directory."""
         if not self.hosts:
             return
+        # Of Python, torch and deepspeed. All hosts must have the same.
         versions = [".".join(map(str, sys.version_info[:2]))]
         try:
             versions += map(importlib.metadata.version, ("torch", "deepspeed"))
@@ -249,7 +254,7 @@ class Examination:
         try:
             # Other hosts look for a temporary file in the run directory. Without one, only the versions are compared.
             marker_context = run_dir.create_marker(self.run_dir) if self.run_dir is not None else nullcontext()
-        except OSError:
+        except OSError:  # `run_dir.check_writable` has already reported it
             marker_context = nullcontext()
         with marker_context as file:
             path = Path(file.name) if file is not None else None
