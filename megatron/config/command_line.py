@@ -121,10 +121,10 @@ def with_values_unchecked(config: Config, values: Mapping[str, Any]) -> Config:
     """Return a copy of `config` with the given values; only each changed section is checked for itself."""
     values_of_section: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
-        values_of_section.setdefault(HOME[name], {})[name] = value
-    result = copy(config)
+        values_of_section.setdefault(HOME[name], {})[name] = value  # HOME: name of a setting -> its section
+    result = copy(config)  # replace(config) would check the combination of all settings
     for section, new_values in values_of_section.items():
-        vars(result)[section] = replace(getattr(config, section), **new_values)  # Config is frozen
+        vars(result)[section] = replace(getattr(config, section), **new_values)  # not setattr(): Config is frozen
     return result
 
 

@@ -86,7 +86,7 @@ def problems_where(*cases: tuple[Any, str]) -> Iterator[str]:
 
 def _value_problem(value: Any, types: tuple[type, ...], check: Check | None) -> str | None:
     """Return what is wrong with a value, as the rest of a sentence that begins with its flag; None if it is valid."""
-    if type(value) not in types:
+    if type(value) not in types:  # not isinstance(), for which True is an int
         declared = " or ".join(kind.__name__ for kind in types if kind is not type(None))
         return f"must be {declared}, got {brief(repr(value))}"
     if type(value) is int and abs(value) >= 2**64:
@@ -98,7 +98,7 @@ def _value_problem(value: Any, types: tuple[type, ...], check: Check | None) -> 
         return None
     words = " ".join(value) if isinstance(value, tuple) else value
     or_none = ", or none" if type(None) in types else ""
-    return f"{brief(words)} {problem}{or_none}"
+    return f"{brief(words)} {problem}{or_none}"  # such as: -1 must be at least 0, or none
 
 
 class Section:
@@ -107,15 +107,15 @@ class Section:
     def __post_init__(self) -> None:
         """Raise ConfigError for a value of another type, one that is too large or not finite, and one out of range."""
         for f in fields(self):  # type: ignore[arg-type]
-            types = types_of(type(self), f.name)
+            types = types_of(type(self), f.name)  # e.g. int and NoneType
             value = _to_declared_type(getattr(self, f.name), types)
-            if value is None and type(None) in types:
+            if value is None and type(None) in types:  # None is valid
                 continue
             object.__setattr__(self, f.name, value)  # the dataclass is frozen
             problem = _value_problem(value, types, f.metadata["check"])
             if problem:
                 raise ConfigError(f"{flag(f.name)} {problem}")
-        raise_first_problem(self._problems())
+        raise_first_problem(self._problems())  # contradictions between fields
 
     def _problems(self) -> Iterator[str]:
         """Yield an error text for each contradiction between fields of the section."""

@@ -29,7 +29,7 @@ def build_datasets(open_corpus: CorpusOpener, paths: Paths, split: str) -> tuple
     """
     prefixes = prefixes_of(paths)
     split_fractions = parse_split(split)
-    sets_of_part: dict[str, NamedSets] = {part: {} for part in PARTS}
+    sets_of_part: dict[str, NamedSets] = {part: {} for part in PARTS}  # part -> name of a data set -> its corpora
     notes = list[str]()
     for use in corpus_uses(paths):
         total, make_dataset = open_corpus(use.prefix)
@@ -37,10 +37,9 @@ def build_datasets(open_corpus: CorpusOpener, paths: Paths, split: str) -> tuple
             description = f"the {part} part of {use.prefix} ({len(documents)} of {total} documents)"
             try:
                 dataset = make_dataset(documents, part)
-            except ValueError as error:
-                if isinstance(error, DatasetError):  # the corpus is damaged
-                    raise
-                # The documents do not fill a sample.
+            except DatasetError:  # the corpus is damaged
+                raise
+            except ValueError as error:  # the documents do not fill a sample
                 if part == "train":
                     raise DatasetError(f"{description}: {error}") from None
                 notes.append(f"{description} is empty: {error}")

@@ -41,8 +41,8 @@ class GPT2Dataset(CorpusDataset):
         self.fim = fim
         self.prefixes = prefixes
         self.seq_length = seq_length
-        if fim or prefixes:
-            # Prefixes and fill-in-the-middle ("gaps") draw from different random streams.
+        if fim or prefixes:  # else samples have no random choices, and `seed` stays ()
+            # Words that select random streams, "gaps" for fill-in-the-middle. Other words would change the samples.
             stream = "prefixes" if prefixes else "gaps"
             self.seed = [seed, *f"{part} {stream}".encode()]  # numpy seeds a generator with a list of integers
         self.windows = Windows(indexed, documents, seq_length, seed, part, vocab_size=vocab_size)
@@ -53,7 +53,7 @@ class GPT2Dataset(CorpusDataset):
         """Return sample n, with the keys that the class describes."""
         n = int(n)  # callers may pass an integer of numpy or torch
         tokens, document_sizes = self.windows.read(n)
-        sample_seed = [*self.seed, n]
+        sample_seed = [*self.seed, n]  # unused without fill-in-the-middle and prefixes
         if self.fim:
             tokens = self.fim.rearrange_window(tokens, document_sizes, sample_seed)
         sample = {"text": torch.from_numpy(tokens)}

@@ -69,7 +69,7 @@ class IndexedDataset:
         self.prefix = prefix
         self.orders_folder = f"{prefix}.orders"
         self.tokens: NDArray[Any]
-        self._remote: RemoteTokens | None = None
+        self._remote: RemoteTokens | None = None  # `open_tokens` sets this and the next attribute
         self._stamp: Stamp | None = None
         self._maps: list[tuple[str, Any, int]] = []  # path, memory map and size of each file when it was opened
         for path in (f"{prefix}.idx", f"{prefix}.bin"):
@@ -77,7 +77,7 @@ class IndexedDataset:
                 raise DatasetError(f"there is no {path}; tools/preprocess_data.py writes the .bin and .idx of a corpus")
         token_file = to_path(f"{prefix}.bin")
         self._map_index()
-        if prefix not in known_checks:  # the dict of `reuse_checks`, which sends the result to the other ranks
+        if prefix not in known_checks:  # dict of `reuse_checks`: prefix -> True if each document is one sequence
             known_checks[prefix] = self._check_index(token_file)
         self._one_sequence_each = known_checks[prefix]
         if isinstance(token_file, RemotePath):
@@ -86,12 +86,12 @@ class IndexedDataset:
             open_tokens(self, token_file, stamp)
         else:
             self._map_tokens()
-        self._versions = [os.stat(path) for path, *_ in self._maps]
+        self._versions = [os.stat(path) for path, *_ in self._maps]  # to detect other files after unpickling
 
     def _map_index(self) -> None:
         """Map the .idx file and its three arrays. Raises DatasetError if its size contradicts its header."""
         path = f"{self.prefix}.idx"
-        self._local_index = path  # on this machine
+        self._local_index = path  # path on this machine; for object storage, that of a copy
         index_file = to_path(path)
         if isinstance(index_file, RemotePath):
             from .remote_tokens import local_copy
@@ -101,23 +101,23 @@ class IndexedDataset:
         if size < HEADER.size:
             raise DatasetError(f"{path} is truncated: it has {size} bytes, fewer than its header of {HEADER.size}")
         mapped = np.memmap(self._local_index, mode="r", dtype=np.uint8)
-        magic, version, code, sequences, documents = HEADER.unpack(mapped[: HEADER.size].tobytes())
+        magic, version, code, num_sequences, document_entries = HEADER.unpack(mapped[: HEADER.size].tobytes())
         if magic != MAGIC or version != VERSION or code not in DTYPES:
             raise DatasetError(f"{path} is not an integer index in Megatron's MMIDIDX format, version 1")
-        expected = HEADER.size + 12 * sequences + 8 * documents  # a sequence: int32 size, int64 offset
-        if size not in (expected, expected + sequences):  # multimodal index files add a mode byte per sequence
+        expected = HEADER.size + 12 * num_sequences + 8 * document_entries  # a sequence: int32 size, int64 offset
+        if size not in (expected, expected + num_sequences):  # multimodal index files add a mode byte per sequence
             raise DatasetError(f"{path} is damaged: it has {size} bytes, but its header implies {expected}")
         self.has_modes = size > expected
         self.dtype = np.dtype(DTYPES[code])
         # The three arrays follow the header without padding.
         offset = HEADER.size
-        self.sizes: NDArray[np.int32] = np.frombuffer(mapped, np.int32, sequences, offset)
+        self.sizes: NDArray[np.int32] = np.frombuffer(mapped, np.int32, num_sequences, offset)
         offset += self.sizes.nbytes
-        self.pointers: NDArray[np.int64] = np.frombuffer(mapped, np.int64, sequences, offset)
+        self.pointers: NDArray[np.int64] = np.frombuffer(mapped, np.int64, num_sequences, offset)
         offset += self.pointers.nbytes
-        self.document_index: NDArray[np.int64] = np.frombuffer(mapped, np.int64, documents, offset)
+        self.document_index: NDArray[np.int64] = np.frombuffer(mapped, np.int64, document_entries, offset)
         if self._local_index == path:  # not a copy of an index in object storage
-            self._maps.append((path, mapped.base, size))  # for check_not_shrunk
+            self._maps.append((path, mapped.base, size))  # for check_not_shrunk; `base` is the mmap object
 
     def _map_tokens(self) -> None:
         """Map the .bin file. numpy closes the map when no array refers to it, so this class needs no close()."""
@@ -140,7 +140,7 @@ class IndexedDataset:
         Call this before a read. A file that was deleted stays readable.
         """
         for path, mapped, expected_size in self._maps:
-            current_size = mapped.size()
+            current_size = mapped.size()  # mmap.size() returns the size of the file, not of the map
             if current_size < expected_size:
                 raise DatasetError(
                     f"{path} has become shorter: it had {expected_size} bytes when it was opened and has "
@@ -182,9 +182,9 @@ class IndexedDataset:
         return self.get(i)
 
     def get(self, i: int | np.integer[Any], offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """Return tokens `offset` to `offset + length` - 1 of sequence i as a view of the memory map.
+        """Return tokens `offset` to `offset + length` - 1 of sequence i, by default to its end, as a view of the file.
 
-        Raises IndexError if the range exceeds the sequence.
+        A negative i counts from the last sequence. Raises IndexError if the range exceeds the sequence.
         """
         i = int(i)
         if not -len(self) <= i < len(self):
@@ -195,7 +195,7 @@ class IndexedDataset:
             raise IndexError(
                 f"tokens {offset} to {offset + length} exceed sequence {i} of {self.prefix}, which has {size} tokens"
             )
-        start = int(self.pointers[i]) // self.dtype.itemsize + offset
+        start = int(self.pointers[i]) // self.dtype.itemsize + offset  # index in `tokens`; pointers are in bytes
         return self.tokens[start : start + length]
 
     def document_start(self, document: int) -> int:
@@ -211,12 +211,11 @@ class IndexedDataset:
         """
         if self._one_sequence_each:
             return self.sizes[documents.start : documents.stop]
-        # Document 0 has sequences 5 and 6, document 1 sequence 7: bounds 5 7 8. These sequences have 3, 4 and 2 tokens:
-        # ends 0 3 7 9, of which entries 0, 2 and 3 (bounds minus 5) are 0 7 9, so the sizes are 7 and 2.
-        bounds = self.document_index[documents.start : documents.stop + 1]
-        sequences = self.sizes[bounds[0] : bounds[-1]]
-        ends = np.concatenate([[0], np.cumsum(sequences, dtype=np.int64)])
-        sizes: NDArray[np.int64] = np.diff(ends[bounds - bounds[0]])
+        # Example: the first document has sequences 5 and 6, of 3 and 4 tokens, and the second sequence 7, of 2 tokens.
+        bounds = self.document_index[documents.start : documents.stop + 1]  # 5 7 8
+        sequence_sizes = self.sizes[bounds[0] : bounds[-1]]  # 3 4 2
+        ends = np.concatenate([[0], np.cumsum(sequence_sizes, dtype=np.int64)])  # 0 3 7 9
+        sizes: NDArray[np.int64] = np.diff(ends[bounds - bounds[0]])  # entries 0 2 3 of `ends` are 0 7 9, so 7 2
         return sizes
 
     def document_ends(self) -> NDArray[np.int64]:

@@ -80,10 +80,10 @@ class SampleOrder:
         """
         tokens = 0
         digest = hashlib.blake2b(digest_size=16)
-        for piece in slices_of(len(sizes)):
-            tokens += int(sizes[piece].sum(dtype=np.int64))
-            if self._folder:
-                digest.update(sizes[piece].astype(np.int64).tobytes())
+        for part in slices_of(len(sizes)):
+            tokens += int(sizes[part].sum(dtype=np.int64))
+            if self._folder:  # only the names of order files need the hash
+                digest.update(sizes[part].astype(np.int64).tobytes())
             if len(sizes) > SMALL_EPOCH:  # the pages of a long memory map would fill the memory
                 release_pages(sizes)
         self._sizes_digest = digest.hexdigest()
@@ -127,7 +127,7 @@ class SampleOrder:
         """Return length and dtype of the arrays of an epoch; dtype is int32 where it suffices, else int64."""
         order_dtype = np.int32 if self.documents < 2**31 else np.int64
         samples_dtype = np.int32 if self.per_epoch < 2**31 else np.int64
-        # In the order of an order file, which `map_epoch` maps: with another order, existing files would be misread.
+        # An order file stores the arrays in this order. With another one, `map_epoch` would misread existing files.
         return {
             "ends": (self.documents, np.int64),
             "order": (self.documents, order_dtype),
@@ -142,13 +142,13 @@ class SampleOrder:
         sizes = self.sizes()
         order = arrays["order"]
         ends = arrays["ends"]
-        self._permute(order, number, stream=0)
+        self._permute(order, number, stream=0)  # another stream draws other random numbers
         self._permute(arrays["samples"], number, stream=1)
-        total = 0
-        for piece in slices_of(len(order)):
-            ends[piece] = total + np.cumsum(sizes[order[piece]], dtype=np.int64)
-            total = int(ends[piece][-1])
-        release_pages(sizes)
+        total = 0  # tokens in the documents before the part
+        for part in slices_of(len(order)):
+            ends[part] = total + np.cumsum(sizes[order[part]], dtype=np.int64)
+            total = int(ends[part][-1])
+        release_pages(sizes)  # if they are memory-mapped
 
     def _permute(self, array: NDArray[Any], epoch: int, stream: int) -> None:
         """Fill `array` [n] with the numbers 0 to n - 1 in random order."""
@@ -162,9 +162,9 @@ class SampleOrder:
         The id is the number of samples that precede the sample in the concatenated text of all epochs.
         """
         ids = np.empty(count, dtype=np.int64)
-        filled = 0
+        filled = 0  # number of ids so far
         while filled < count:
-            epoch, begin = divmod(first + filled, self.per_epoch)
+            epoch, begin = divmod(first + filled, self.per_epoch)  # begin: place of the sample in its epoch
             samples = self.epoch(epoch).samples[begin : begin + count - filled]  # fewer at the end of the epoch
             # The addition is in int64: `samples` may be int32, which ids of late epochs exceed.
             ids[filled : filled + len(samples)] = samples + np.int64(epoch * self.per_epoch)
@@ -184,10 +184,10 @@ class SampleOrder:
         """
         if n < 0:
             raise IndexError(f"sample {n} is negative")
-        epoch, position = divmod(n, self.per_epoch)
+        epoch, place = divmod(n, self.per_epoch)  # place of the sample among the shuffled samples of its epoch
         order, ends, samples = self.epoch(epoch)
         # Begins and ends are positions in the concatenated text of the epoch.
-        begin = samples.item(position) * self.length
+        begin = samples.item(place) * self.length
         end = begin + self.length + self.overlap
         # With ends 3, 8 and 10, token 3 is in document 1, whose end 8 is the first one after 3.
         index = int(ends.searchsorted(begin, side="right"))
@@ -195,7 +195,7 @@ class SampleOrder:
         pieces = []
         while document_begin < end:
             document_end = ends.item(index)
-            start = max(begin - document_begin, 0)
+            start = max(begin - document_begin, 0)  # position in the document, like `stop`
             stop = min(document_end, end) - document_begin
             if stop > start:  # the document is not empty
                 pieces.append((order.item(index), start, stop))
@@ -222,14 +222,14 @@ class Windows:
         vocab_size: int | None = None,
     ) -> None:
         self._indexed = indexed
-        self._first_document = documents.start
-        limits = np.iinfo(indexed.dtype)
+        self._first_document = documents.start  # `order` numbers the documents of the range from 0
+        limits = np.iinfo(indexed.dtype)  # the smallest and the largest id that the file can hold
         self._is_signed = limits.min < 0  # then a damaged corpus may have negative ids
-        # uint16 tokens need no check against a vocabulary of 65,536 tokens or more.
+        # uint16 ids are at most 65,535, so with a vocabulary of 65,536 tokens or more they need no check.
         self._checks_ids = vocab_size is not None and (self._is_signed or vocab_size <= limits.max)
-        self._vocab_size = vocab_size or 0
+        self._vocab_size = vocab_size or 0  # 0 is never read, as nothing is checked without a vocabulary
         self._documents_read = 0  # documents read since the last release of pages
-        sizes = partial(indexed.document_sizes, documents)
+        sizes = partial(indexed.document_sizes, documents)  # a function: `SampleOrder` calls it when it needs sizes
         self.order = SampleOrder(sizes, length, seed, stream, overlap, folder=indexed.orders_folder)
 
     def read(self, n: int) -> tuple[NDArray[np.int64], list[int]]:
@@ -240,11 +240,11 @@ class Windows:
         self._documents_read += len(pieces)
         if self._documents_read > RELEASE_INTERVAL:
             self._documents_read = 0
-            self._release_mapped()
+            self._release_mapped()  # pages that earlier calls have mapped
         texts = []
         sizes = []
-        for document, start, stop in pieces:
-            document_begin = self._indexed.document_start(self._first_document + document)
+        for document, start, stop in pieces:  # tokens `start` to `stop` - 1 of a document
+            document_begin = self._indexed.document_start(self._first_document + document)  # index in `tokens`
             texts.append(tokens[document_begin + start : document_begin + stop])
             sizes.append(stop - start)
         ids = np.concatenate(texts)

@@ -35,13 +35,13 @@ class ConsecutiveSampler(Sampler[list[int]]):
         # With 2 ranks, micro-batches of 3 samples and gas 2, rank 1 reads samples 6-8 and 9-11, then 18-20 and 21-23.
         iteration_begin = self.consumed_samples
         while True:
-            gas = self.gas(iteration_begin) if callable(self.gas) else self.gas
+            gas = self.gas(iteration_begin) if callable(self.gas) else self.gas  # micro-batches of each rank
             samples_per_rank = self.batch_size * gas
             if self.is_skipped is None or not self.is_skipped(iteration_begin):
                 rank_begin = iteration_begin + self.data_rank * samples_per_rank
                 for first in range(rank_begin, rank_begin + samples_per_rank, self.batch_size):
                     yield list(range(first, first + self.batch_size))
-            iteration_begin += samples_per_rank * self.data_size
+            iteration_begin += samples_per_rank * self.data_size  # past the samples of all ranks, skipped or not
 
 
 class _Loader(DataLoader[Any]):

@@ -30,18 +30,18 @@ def gpt2_layers(config: Config, vocab_size: int) -> list[Layer]:
         raise ValueError("a GPT-2 cannot be built from settings of family t5; use T5Model or pretrain_t5.py")
     if m.position_embedding == "relative":
         raise ValueError("--position-embedding relative is for T5; choose learned (as in GPT-2) or rope (as in Llama)")
-    role = document_role_of(config)
-    tied = "embedding" if m.tie_embeddings else None
-    outputs = ("hidden", "position_ids", "document_ids")
-    start_name = "start" if m.position_embedding == "rope" else "position_embedding"
+    role = document_role_of(config)  # whether document ids restrict attention and restart positions
+    tied = "embedding" if m.tie_embeddings else None  # layers with this key share one module
+    embedding_outputs = ("hidden", "position_ids", "document_ids")
+    start_name = "start" if m.position_embedding == "rope" else "position_embedding"  # "start": only dropout
     layers = [
-        Layer("embedding", WordEmbedding, (m, vocab_size), tied=tied, outputs=outputs),
+        Layer("embedding", WordEmbedding, (m, vocab_size), tied=tied, outputs=embedding_outputs),
         Layer(start_name, DecoderStart, (m, config.positions, start_name, role)),
         *(_block(config, i, role) for i in range(m.num_layers)),
         Layer("final_norm", StackNorm, (m,)),
         output_layer(config, vocab_size),
     ]
-    if m.num_experts is None:
+    if m.num_experts is None:  # no mixture of experts, so no router
         return layers
     from .routing import with_router_loss
 
@@ -61,9 +61,9 @@ def output_layer(config: Config, vocab_size: int) -> Layer:
     m = config.model
     tied = "embedding" if m.tie_embeddings else None
     encoder_length, decoder_length = sample_lengths(config)
-    output_length = decoder_length or encoder_length  # only a T5 has a decoder
-    work = output_length * m.hidden_size * vocab_size
-    call = WordEmbedding.run_output_layer
+    output_length = decoder_length or encoder_length  # tokens that get logits; only a T5 has a decoder
+    work = output_length * m.hidden_size * vocab_size  # multiply-adds for one sample
+    call = WordEmbedding.run_output_layer  # instead of `forward`, which looks up tokens
     return Layer("head", WordEmbedding, (m, vocab_size), tied=tied, call=call, outputs=("logits",), work=work)
 
 
@@ -80,12 +80,12 @@ class WordEmbedding(nn.Module):
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         super().__init__()
         init = mpu.normal(config.init_method_std)
-        multiple = config.make_vocab_size_divisible_by
+        multiple = config.make_vocab_size_divisible_by  # the table is padded to a multiple of this times t
         self.word_embeddings = mpu.VocabParallelEmbedding(vocab_size, config.hidden_size, init, multiple=multiple)
         self.sequence = mpu.sequence_axis()
         self.logits_scale = config.logits_scale
         needs_all_logits = "cross-entropy" in config.reference_ops  # for torch's own cross entropy
-        self.logits_chunk_size = 0 if needs_all_logits else config.logits_chunk_size
+        self.logits_chunk_size = 0 if needs_all_logits else config.logits_chunk_size  # in tokens; 0: no chunks
 
     def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Embed (tokens [b, s], position ids [b, s], document ids) -> (hidden [s, b, h], position ids, document ids).
@@ -102,9 +102,9 @@ class WordEmbedding(nn.Module):
         With more tokens than --logits-chunk-size, return `DeferredLogits`, which compute the logits in chunks.
         """
         hidden = inputs[0]
-        if self.logits_scale != 1.0:
+        if self.logits_scale != 1.0:  # with muP, or with the scaled tied logits of T5
             hidden = hidden * self.logits_scale
-        tokens = mpu.whole_length(hidden, self.sequence) * hidden.shape[1]
+        tokens = mpu.whole_length(hidden, self.sequence) * hidden.shape[1]  # s * b, also if this rank has [s/t, b, h]
         if self.logits_chunk_size and tokens > self.logits_chunk_size:
             return self.word_embeddings.deferred_logits(hidden, self.logits_chunk_size)
         return self.word_embeddings.logits(hidden)
@@ -160,12 +160,12 @@ class DecoderStart(ModelStart):
         Raises ValueError for document ids that contradict the flags.
         """
         hidden, position_ids, document_ids = inputs
-        if self.weight is not None:
+        if self.weight is not None:  # learned positions
             self.check_length(position_ids.shape[-1])
             positions = mpu.shard_sequence(position_ids.t(), 0, self.context)  # [s, b]
             hidden = hidden + self.look_up_positions(positions)
-        if not self.role.restricts_attention:  # only with rotary positions: document ids restart them
-            if document_ids.numel():
+        if not self.role.restricts_attention:  # then positions are rotary, and document ids only restart them
+            if document_ids.numel():  # the caller must pass an empty tensor
                 raise ValueError(
                     "the document ids restrict attention, but --reset-position-ids is given without "
                     "--reset-attention-mask; give both flags, or pass no document ids"

@@ -50,8 +50,8 @@ class Layer:
 
 
 def attach(root: nn.Module, path: str, module: nn.Module) -> None:
-    """Register `module` under a dotted path, so that `root.state_dict()` has the global names."""
-    *parents, leaf = path.split(".")
+    """Register `module` under a dotted path, creating its parents, so that `root.state_dict()` has the global names."""
+    *parents, leaf = path.split(".")  # of "layers.3", the parent "layers" and the leaf "3"
     for name in parents:
         if name not in dict(root.named_children()):
             root.add_module(name, nn.Module())
@@ -73,7 +73,7 @@ def global_names(layers: Sequence[Layer]) -> list[str]:
     names: list[str] = []
     name_of_key: dict[str, str] = {}  # key of tied layers -> name of the first of them
     for layer in layers:
-        if layer.tied in name_of_key:
+        if layer.tied in name_of_key:  # not the first layer with this key
             names.append(name_of_key[layer.tied])
             continue
         if layer.name in names:
@@ -82,7 +82,7 @@ def global_names(layers: Sequence[Layer]) -> list[str]:
                 "module"
             )
         names.append(layer.name)
-        if layer.tied:
+        if layer.tied:  # the first layer with this key
             name_of_key[layer.tied] = layer.name
     return names
 
@@ -152,7 +152,7 @@ def _add_global_names(model: Any, named_tensors: NamedTensors) -> Iterator[tuple
         for name, tensor in named_tensors(layer):
             ids_in_layers.add(id(tensor))
             yield f"{layer_name}.{name}", tensor
-    for name, tensor in named_tensors(model):
+    for name, tensor in named_tensors(model):  # also those in layers, under the names of the modules
         is_outside = id(tensor) not in ids_in_layers
         if is_outside and not name.startswith(PLACEHOLDER):  # weights of empty optimizer groups are not the model's
             yield name, tensor

@@ -75,7 +75,7 @@ def make_context(mesh: Mesh, options: Options | None, seed: int) -> ParallelCont
 
 @contextmanager
 def replaced_field(name: str, value: Any) -> Iterator[None]:
-    """Set one field of the current context inside the block; afterwards restore this field and no other."""
+    """Set one field of the current context inside the block; then restore it alone, as others may have changed."""
     previous = getattr(parallel_context(), name)
     set_context(replace(parallel_context(), **{name: value}))
     try:

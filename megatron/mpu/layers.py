@@ -46,7 +46,7 @@ class Sharded(nn.Module):
         """Sum the ranks' partial results [s, ...] in place; with sequence parallelism reduce-scatter to [s/t, ...]."""
         if self.axis.size == 1:
             return x
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # torch.compile can trace only functional collectives
             from .traced import traced_reduce
 
             return traced_reduce(x, self.axis, self.options.sequence_parallel)
@@ -87,7 +87,7 @@ class VocabParallelEmbedding(Sharded):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up integer ids [...] -> [..., h]; with sequence parallelism [s, b] -> [s/t, b, h]."""
-        # For `wgrad_accumulator`. Not in __init__: an untied output layer has this class, too, but looks up nothing.
+        # `wgrad_accumulator` reads this. An untied output layer has this class, too, but only calls `logits`.
         spec_of(self.weight).used_as_embedding = True
         check_token_ids(ids, self.vocab_size)
         if self.axis.size == 1:
@@ -151,7 +151,7 @@ class ColumnParallelLinear(Sharded):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Apply the layer: x [..., i] (or its shard [s/t, b, i]) -> [..., o/t], or with gather_output [..., o]."""
-        bias = None if self.skip_bias_add else self.bias
+        bias = None if self.skip_bias_add else self.bias  # with skip_bias_add, the caller adds it
         y = linear(x, self.weight, bias, self.axis, self.options)
         if self.gather_output:
             y = mappings.gather_from_model_parallel_region(y, self.axis)
@@ -195,15 +195,15 @@ class RowParallelLinear(Sharded):
         self.weight = declare(weight, init_method, dim=1, full_size=input_size, axis=self.axis)  # [o, i/t]
         self.bias: nn.Parameter | None = None
         if bias:
-            sequence = self.options.sequence_axis(self.axis)
+            sequence = self.options.sequence_axis(self.axis)  # these ranks add the bias to different tokens
             self.bias = declare(nn.Parameter(torch.zeros(output_size)), sequence=sequence)  # [o]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Apply the layer: x [..., i/t] (without input_is_parallel [..., i]) -> [..., o], or its shard [s/t, b, o]."""
         if not self.input_is_parallel:
             x = mappings.scatter_to_model_parallel_region(x, self.axis)
-        partial_sums = linear(x, self.weight, None, TRIVIAL_AXIS, self.options)  # without communication
-        y = self.sum_over_ranks(partial_sums)
+        partial_sums = linear(x, self.weight, None, TRIVIAL_AXIS, self.options)  # TRIVIAL_AXIS: no communication
+        y = self.sum_over_ranks(partial_sums)  # before the bias, which is added once
         if self.skip_bias_add:
             return y, self.bias
         if self.bias is not None:

@@ -194,7 +194,7 @@ class Mesh:
         world_size = dist.get_world_size()
         if world_size != topology.world_size():
             raise ValueError(f"{world_size} ranks are running, but the grid {topology} needs {topology.world_size()}")
-        # Every layer waits for the all-reduces of the model axis. It comes first, as axes of equal ranks share a group.
+        # Layers wait for the model axis, so its group is urgent. It comes first, as other axes of equal ranks reuse it.
         model = axis_of(topology.lines("model"), urgent=True)
         pipe = axis_of(topology.lines("pipe"))
         data = axis_of(topology.lines("data"))
@@ -209,8 +209,8 @@ def axis_of(groups: list[list[int]], urgent: bool = False) -> Axis:
     from tds.groups import shared_groups  # imports DeepSpeed, which a single process does not need
 
     rank = dist.get_rank()
-    ranks = next(members for members in groups if rank in members)
-    group = shared_groups(groups, urgent) if len(ranks) > 1 else None
+    ranks = next(members for members in groups if rank in members)  # each rank is in one of the groups
+    group = shared_groups(groups, urgent) if len(ranks) > 1 else None  # a single rank never communicates
     return Axis(group, tuple(ranks), ranks.index(rank))
 
 

@@ -46,15 +46,15 @@ def draw_rows(
 ) -> None:
     """Draw initial values of `part`, rows of a parameter [*full_shape] from row `begin` on along dimension `dim`.
 
-    For example, with blocks of 4 rows, a part of rows 2 to 7 draws the blocks of rows 0 to 3 and 4 to 7, and leaves
-    out rows 0 and 1.
+    Each block of rows has its own seed, so a row has the same values in any part. With blocks of 4 rows, a part of
+    rows 2 to 7 draws the blocks of rows 0 to 3 and 4 to 7, and drops rows 0 and 1.
     """
     end = begin + part.shape[dim]
     elements_per_row = math.prod(full_shape) // max(full_shape[dim], 1)
     block_rows = max(BLOCK_ELEMENTS // max(elements_per_row, 1), 1)  # at least one, however long a row is
     block_shape = list(full_shape)
-    for block_begin in range(begin - begin % block_rows, end, block_rows):
-        block_shape[dim] = min(block_rows, full_shape[dim] - block_begin)
+    for block_begin in range(begin - begin % block_rows, end, block_rows):  # the first block contains row `begin`
+        block_shape[dim] = min(block_rows, full_shape[dim] - block_begin)  # the last block may have fewer rows
         block = torch.empty(block_shape, dtype=part.dtype, device="cpu")
         # The first block uses `seed` itself, so a parameter of one block has the values of a draw of the whole.
         block_seed = derive_seed(seed, "rows", block_begin) if block_begin else seed
@@ -62,8 +62,9 @@ def draw_rows(
             init_method(block)
         # Copy the rows that the block and the part have in common.
         copy_begin = max(block_begin, begin)
-        rows = min(block_begin + block_rows, end) - copy_begin
-        part.narrow(dim, copy_begin - begin, rows).copy_(block.narrow(dim, copy_begin - block_begin, rows))
+        num_rows = min(block_begin + block_rows, end) - copy_begin
+        drawn = block.narrow(dim, copy_begin - block_begin, num_rows)
+        part.narrow(dim, copy_begin - begin, num_rows).copy_(drawn)
 
 
 class Rows(NamedTuple):
@@ -132,11 +133,11 @@ class ParamSpec:
     @property
     def rows(self) -> Rows:
         """Rows of the whole parameter that this rank holds, without padding: all rows if it holds a copy."""
-        if self.dim is None:
+        if self.dim is None:  # a copy, with rows along dimension 0
             return Rows(0, 0, self.stored_shape[0])
         length = self.local_shape[self.dim]
         begin = min(self.rank * length, self.full_size)
-        end = min((self.rank + 1) * length, self.full_size)
+        end = min((self.rank + 1) * length, self.full_size)  # of 10 rows, rank 3 with length 3 has row 9 and padding
         return Rows(self.dim, begin, end)
 
     def without_padding(self, part: Tensor) -> Tensor:
@@ -173,16 +174,16 @@ class ParamSpec:
         if seed is None:
             self._fill_from_whole(parameter, init_method)
             return
-        if parallel_context().skip_init:
+        if parallel_context().skip_init:  # all weights are loaded from a file afterwards
             return
-        function = getattr(init_method, "func", init_method)  # `normal` returns a partial of a function
-        # An initialiser that draws each element independently can draw rows [n, ...] alone.
+        function = getattr(init_method, "func", init_method)  # `normal` returns a partial; `func` is its function
+        # If the initialiser draws each element independently, this rank can draw its rows [n, ...] alone.
         if function in _ELEMENTWISE_INITS:
             dim, begin, _ = self.rows
             parameter.zero_()  # also the padding, which no draw covers
             draw_rows(self.without_padding(parameter), begin, dim, self.full_shape, init_method, seed)
             return
-        with seeded(seed):
+        with seeded(seed):  # other initialisers, such as orthogonal_, need the whole parameter
             self._fill_from_whole(parameter, init_method)
 
     def _fill_from_whole(self, parameter: nn.Parameter, init_method: InitMethod) -> None:
@@ -237,7 +238,7 @@ def declare(
     sequence or of the heads, as for weights of norms, biases added after a reduce-scatter, and learned positions.
     """
     if dim is None:
-        axis = TRIVIAL_AXIS  # every rank holds the only part
+        axis = TRIVIAL_AXIS  # one part, the whole parameter, of which each rank holds a copy
     else:
         axis = axis or parallel_context().mesh.model
         num_dims = parameter.dim()
@@ -246,8 +247,8 @@ def declare(
                 f"mpu.declare: dim {dim} is no dimension of a parameter of shape {list(parameter.shape)}; give one "
                 "that it has, or None for a copy on every rank"
             )
-        dim %= num_dims
-        if full_size is None:
+        dim %= num_dims  # -1 becomes the last dimension
+        if full_size is None:  # no padding
             full_size = parameter.shape[dim] * axis.size
     spec = ParamSpec(tuple(parameter.shape), init_method, dim, full_size or 0, axis.rank, axis.size)
     parameter.spec = spec  # type: ignore[attr-defined]
@@ -255,6 +256,6 @@ def declare(
     if sequence is not None and sequence.size > 1:
         spec.shared_along_sequence = True
         parameter.register_hook(partial(all_reduce, axis=sequence))  # type: ignore[no-untyped-call]
-    if not parallel_context().defer_init:
+    if not parallel_context().defer_init:  # else the caller fills the parameter later
         spec.fill(parameter)
     return parameter

@@ -50,7 +50,8 @@ def initialize_megatron(config: Config) -> torch.device:
     Raises ConfigError if the grid does not fit the number of ranks, and RunError if the ranks were started with
     different settings or versions.
     """
-    config.parallel.data_parallel_size(world_size())  # raises ConfigError if the grid does not fit
+    p = config.parallel
+    p.data_parallel_size(world_size())  # raises ConfigError if the grid does not fit
     messages.setting_advice |= ADVISED_FLAGS  # errors of tds then name the flag to change
     device = _join_ranks(config)
     if dist.get_world_size() > 1:
@@ -59,14 +60,13 @@ def initialize_megatron(config: Config) -> torch.device:
     _load_kernels(config, device)
     seed_generators(config.train.seed)
     options = mpu.Options(
-        sequence_parallel=uses_sequence_parallel(config, device.type != "cpu"),
-        overlap=config.parallel.async_tensor_model_parallel_allreduce,
+        sequence_parallel=uses_sequence_parallel(config, on_accelerator=device.type != "cpu"),
+        overlap=p.async_tensor_model_parallel_allreduce,
         onednn=config.train.cpu_matmul == "onednn",
     )
-    p = config.parallel
-    seed = mpu.derive_seed(config.train.seed, "dropout")
+    dropout_seed = mpu.derive_seed(config.train.seed, "dropout")
     mpu.initialize_model_parallel(
-        p.model_parallel_size, p.stages, seed, options, p.context_parallel_size, p.expert_parallel_size
+        p.model_parallel_size, p.stages, dropout_seed, options, p.context_parallel_size, p.expert_parallel_size
     )
     tds.use_rng_tracker(mpu.get_cuda_rng_tracker())  # so that recomputation repeats the dropout masks
     return device
@@ -74,13 +74,13 @@ def initialize_megatron(config: Config) -> torch.device:
 
 def _join_ranks(config: Config) -> torch.device:
     """Join the other ranks and return this rank's device. Raises an error that the user can read if this fails."""
-    if "RANK" not in os.environ:
+    if "RANK" not in os.environ:  # started without a launcher
         _set_single_rank_env()
     os.environ.setdefault("LOCAL_RANK", "0")  # a launcher that starts one rank per node may leave it out
     device = device_module.current_device()
     timeout = timedelta(minutes=config.parallel.startup_timeout_minutes)
-    set_default_timeout(timeout)
-    if not dist.is_initialized():
+    set_default_timeout(timeout)  # of all process groups that are created later
+    if not dist.is_initialized():  # the calling program may have done this
         try:
             tds.init_distributed(device_module.default_backend(device), auto_mpi_discovery=False, timeout=timeout)
         except (dist.DistNetworkError, dist.DistStoreError) as error:
@@ -103,7 +103,7 @@ def _set_single_rank_env() -> None:
 
 
 def _load_kernels(config: Config, device: torch.device) -> None:
-    """Load the kernels of the settings. Raises ConfigError for a device or a build of torch that lacks them."""
+    """Load the chosen FlashAttention. Raises ValueError if the device or torch lacks a kernel of the settings."""
     train = config.train
     if train.precision == "fp8":
         problem = device_module.fp8_problem(device)

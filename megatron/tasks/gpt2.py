@@ -30,10 +30,10 @@ def _count_corpora(data: DataConfig) -> int:
 def broadcast_batch(
     data: Batch | None, keys: Sequence[str], config: Config, sizes: Mapping[str, Sequence[int]] | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return (the tensors `keys` of a batch, int64 [b, ...], the dict of further tensors of `Targets`) on all ranks.
+    """Return two dicts on all ranks: the tensors `keys` of a batch, int64 [b, ...], and further tensors for `Targets`.
 
-    data: batch of the first model-parallel rank. sizes: shapes of the tensors, see `mpu.broadcast_data`.
-    With several corpora, the further tensors are {"corpora": float [b, c], 1 at the corpus of each sample}.
+    data: the batch on the first model-parallel rank, ignored on the others. sizes: shape of each tensor, if known.
+    With several corpora, the further tensors are {"corpora": float [b, c], 1 at the corpus of each sample}; else {}.
     """
     num_corpora = _count_corpora(config.data)
     if num_corpora > 1:
@@ -72,8 +72,8 @@ class GPT2(LanguageTask):
 
             return sft.datasets(config, tokenizer)
         data = config.data
-        fim: Any = None
-        prefixes: Any = None
+        fim: Any = None  # settings of fill-in-the-middle; None without --fim-rate
+        prefixes: Any = None  # settings of prefix-LM
         if data.fim_rate:
             from .fill_in_the_middle import fill_in_the_middle
 
@@ -115,7 +115,7 @@ class GPT2(LanguageTask):
             inputs, targets = self._lm_batch(data, config, tokenizer)
         tokens, positions, document_ids = inputs
         context = mpu.context_axis()
-        tokens = mpu.shard_sequence(tokens, 1, context)
+        tokens = mpu.shard_sequence(tokens, 1, context)  # along dimension 1: [b, s] -> [b, s/c]
         labels = mpu.shard_sequence(targets[0], 1, context)
         loss_mask = mpu.shard_sequence(targets[1], 1, context)
         return (tokens, positions, document_ids), targets_of(labels, loss_mask, extra_targets(targets))
@@ -125,17 +125,17 @@ class GPT2(LanguageTask):
         settings = config.data
         b = config.train.batch_size
         s = settings.seq_length
-        sizes = {"text": (b, s + 1)}
+        sizes = {"text": (b, s + 1)}  # shape of each tensor of a batch
         if config.objective == "prefix-lm":
             sizes["prefixes"] = (b, s)
-        tensors, extra = broadcast_batch(data, list(sizes), config, sizes)
+        tensors, extra = broadcast_batch(data, list(sizes), config, sizes)  # extra: further tensors for `Targets`
         text = tensors["text"]
         tokens = text[:, :-1].contiguous()  # each token but the last; its label is the next token
         labels = text[:, 1:].contiguous()
         document_ids, loss_mask, position_ids = get_ltor_documents_and_position_ids(
             tokens, tokenizer.eod, settings.reset_position_ids, settings.reset_attention_mask, settings.eod_mask_loss
         )
-        if "prefixes" in tensors:
+        if "prefixes" in tensors:  # tokens of a prefix attend in both directions and are no targets
             from .prefix import mark_prefixes
 
             document_ids, loss_mask = mark_prefixes(tensors["prefixes"], document_ids, loss_mask)

@@ -60,8 +60,8 @@ def build_model(plan: Plan) -> nn.Module:
     partition = zero3_partitioner(plan.resolved.deepspeed, mpu, DTYPES[plan.resolved.precision])
     with raise_on_all_ranks(), tds.pipe.seeded_layers(plan.config.train.seed), mpu.after_each_layer(partition):
         model = checked_model(plan.task, plan.config, plan.tokenizer)
-        send_whole_shards(model)  # with sequence parallelism, stages send all of their shard of the sequence
-    if partition is not None:
+        send_whole_shards(model)  # with sequence parallelism, each rank sends its whole shard to the next stage
+    if partition is not None:  # ZeRO 3
         # The user's own modules outside the layers of megatron.model must be partitioned, too: DeepSpeed casts and
         # moves either all parameters of a model or none.
         partition(model)

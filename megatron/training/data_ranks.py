@@ -36,21 +36,21 @@ def open_datasets(task: Task, given_config: Config, config: Config, tokenizer: T
     corpora first. Other ranks that read data skip this check, and only compare the fingerprints of their files with
     those of rank 0.
 
-    given_config: the settings without the data stages that only the checkpoint names. Their tokenizer may be another
-    one, since they are over. start: the checkpoint from which the run resumes, if any.
+    given_config: the settings without the data stages that only the checkpoint names. Those stages have ended, so their
+    corpora may have another tokenizer. start: the checkpoint from which the run resumes, if any.
     """
-    checked: dict[str, bool] = {}  # results of checks of corpora, filled inside `reuse_checks`
-    with raise_on_all_ranks(), reuse_checks(checked):
+    checks: dict[str, bool] = {}  # corpus -> result of its check; opening a corpus inside `reuse_checks` adds it
+    with raise_on_all_ranks(), reuse_checks(checks):
         if is_rank_0():
             check_tokenizer(given_config, tokenizer)
             check_corpora(config)
     if task.reads_alone:
-        datasets = _open_on_reading_ranks(task, config, tokenizer, checked)
+        datasets = _open_on_reading_ranks(task, config, tokenizer, checks)
     else:
         with raise_on_all_ranks():
             datasets, notes = checked_datasets(task, config, tokenizer)
         print_notes(notes)
-    check_stages(datasets[0], config, start)
+    check_stages(datasets[0], config, start)  # raises if a data stage begins after the end of the run
     has_opened_corpora = reads_data() or not task.reads_alone
     with raise_on_all_ranks():
         fingerprints = corpus_fingerprints(config) if has_opened_corpora else None  # None: nothing to compare
@@ -58,18 +58,18 @@ def open_datasets(task: Task, given_config: Config, config: Config, tokenizer: T
     return datasets
 
 
-def _open_on_reading_ranks(task: Task, config: Config, tokenizer: Tokenizer, checked: dict[str, bool]) -> Datasets:
+def _open_on_reading_ranks(task: Task, config: Config, tokenizer: Tokenizer, checks: dict[str, bool]) -> Datasets:
     """Open the data sets on rank 0, then on the other ranks that read data; return placeholders on the rest."""
     datasets: Any = None
     placeholders = None
-    with raise_on_all_ranks(), reuse_checks(checked):
+    with raise_on_all_ranks(), reuse_checks(checks):
         if is_rank_0():
             datasets, notes = checked_datasets(task, config, tokenizer)
             print_notes(notes)
-            placeholders = tuple(map(placeholder_of, datasets))
+            placeholders = tuple(map(placeholder_of, datasets))  # for ranks that read no data
     # The other ranks reuse the checks of rank 0, which take long for a large corpus.
-    checked, placeholders = broadcast_from_rank_0((checked, placeholders))
-    with raise_on_all_ranks(), reuse_checks(checked):
+    checks, placeholders = broadcast_from_rank_0((checks, placeholders))
+    with raise_on_all_ranks(), reuse_checks(checks):
         if not reads_data():
             datasets = placeholders
         elif not is_rank_0():  # rank 0, which always reads data, has its data sets

@@ -57,11 +57,11 @@ def train(run: Run) -> None:
             bar.update()
             for part in parts:
                 part.after_step(step, samples)
-    saves.complete()
+    saves.complete()  # finishes a save in the background, and saves the final state if it is not saved yet
     if state.iteration < train_iters:
         print_rank_0(f"stopped after iteration {state.iteration} as requested; run the same command to resume")
         return
-    for part in parts:
+    for part in parts:  # only if all iterations are done
         part.end()
 
 

@@ -62,7 +62,7 @@ class Run:
 
         Raises RunError if metrics.jsonl lacks rows, so that a run that has lost them does not end as a success.
         """
-        lost = self.metrics.close(error, self)
+        lost = self.metrics.close(error, self)  # number of rows that could not be written
         release(self.locks)
         if lost and not error:
             raise RunError(f"the last {lost} rows of {self.run_dir}/metrics.jsonl were not written; a note says why")

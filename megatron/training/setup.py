@@ -113,7 +113,7 @@ def prepare_settings(task: Task, config: Config, default_run_dir: str) -> tuple[
     if not hasattr(tokenizer, "vocab_size"):
         raise ValueError(f"{type(task).__name__}.extended returns {describe(tokenizer)}: return a tokenizer")
     vocab_size = config.model.vocab_size or tokenizer.vocab_size
-    if vocab_size < tokenizer.vocab_size:
+    if vocab_size < tokenizer.vocab_size:  # a larger one only has ids that never occur
         raise ValueError(
             f"--vocab-size {vocab_size} is less than the {tokenizer.vocab_size} tokens of {config.data.vocab_file}; "
             f"raise it or leave it out"
@@ -128,7 +128,7 @@ def _print_layout(config: Config, resolved: Resolved, device: torch.device, lock
     world_size = grid.world_size()
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     mode = "no pipeline" if config.parallel.pipe_parallel_size == 0 else "pipeline"
-    precision = "fp8" if config.train.precision == "fp8" else resolved.precision  # the latter is then bf16
+    precision = "fp8" if config.train.precision == "fp8" else resolved.precision  # which is bf16 with fp8
     print_rank_0(
         f"{ranks} on {device.type}: {grid} ({mode}), {precision}, ZeRO {resolved.zero_stage}, "
         f"global batch {config.batch_schedule(world_size)}"
