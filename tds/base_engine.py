@@ -95,9 +95,9 @@ class Engine(ExtendedEngine):
             client_optimizer = client_optimizer(model_parameters)
         self.known_model  # noqa: B018  # a cached property, whose first use records the model
         refuse_closures(client_optimizer)
-        refuse_foreign(self.module, client_optimizer)
+        refuse_foreign(self.module, client_optimizer)  # one with weights of another model
         refuse_quantization_on_cpus(self)
-        self._sum_gradients_in_fp64()
+        self._sum_gradients_in_fp64()  # if there are fp64 weights
         if self.zero_optimization_stage() == 3:
             make_rows_contiguous(self.module)  # ZeRO 3 shards each weight as a flat tensor
         if isinstance(client_optimizer, DistributedOptimizer):
@@ -123,12 +123,12 @@ class Engine(ExtendedEngine):
         self.known_model.check_weights(self.optimizer)
         optimizer = self.distributed
         unread_norm = None  # the norm, if the host does not read it in this step
+        # Without a pipeline, `clip(norm, limit)` gets no function `read_norm` that reads the norm on the host.
         if optimizer is not None and optimizer.norm is not None and optimizer.read_norm is None:
             if self.lr_scheduler is None:
                 unread_norm = optimizer.norm
             else:
-                # With `read_norm`, the optimizer sets `overflow`, without which DeepSpeed would advance the lr schedule
-                # for a skipped step.
+                # With `read_norm`, the optimizer sets `overflow`; else a skipped step would advance the lr schedule.
                 optimizer.read_norm = optimizer.norm.item
         super()._take_model_step(lr_kwargs)
         if unread_norm is not None:  # DeepSpeed has not counted this step if it was skipped, so the device counts it
@@ -221,9 +221,8 @@ class PipelineHooks(PipelineOverrides, Engine, StockPipelineEngine):  # type: ig
         self._losses.read()
         return math.sqrt(self._losses.shared_sum_on_host)
 
-    # DeepSpeed's `_exec_optimizer_step`, at the end of a schedule, calls in this order: this method, the one of
-    # `base_engine.Engine`, and DeepSpeed's, which clips by `clip_fp32_gradients` and steps the optimizer.
     def _take_model_step(self, lr_kwargs: Any) -> None:
+        """Clip by the norm over all stages and step; DeepSpeed's `_exec_optimizer_step` calls this after a schedule."""
         if self.spike_guard:
             self._losses.read()  # until then, `named_losses` are those of the last step
             self.spike_guard.begin(torch.stack(list(self.named_losses.values())).sum())
@@ -239,7 +238,7 @@ class PipelineHooks(PipelineOverrides, Engine, StockPipelineEngine):  # type: ig
             # DeepSpeed calls clip_fp32_gradients only if clipping is on. Without clipping, call it here, because it
             # also skips the step if the norm is not finite. DeepSpeed's optimizer wrappers skip such steps themselves.
             self.clip_fp32_gradients()
-        super()._take_model_step(lr_kwargs)
+        super()._take_model_step(lr_kwargs)  # Engine's, then DeepSpeed's, which clips by `clip_fp32_gradients`
 
     def _count_targets(self) -> None:
         """Count the targets of the whole step, by which the losses are divided."""

@@ -97,7 +97,7 @@ class Batches:
         dist.all_reduce(ended, op=dist.ReduceOp.MAX, group=replicas)
         if not ended.item():
             return None
-        return own_end or DataEnded(
+        return own_end or DataEnded(  # the second if this rank itself still has data
             f"the data of another replica of stage {self.stage} ended, so all replicas of this stage skip this step"
         )
 
@@ -109,7 +109,7 @@ class Batches:
             except StopIteration:
                 self._ended = True
             else:
-                self._store(self.count, batch)
+                self._store(self.count, batch)  # increments `count`
 
     def read_to(self, needed: int) -> None:
         """Read until `needed` micro-batches are read. Raises DataEnded if there are fewer."""

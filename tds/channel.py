@@ -159,8 +159,8 @@ class Sender:
         first = present[0].tensor
         is_shared = storage_use_count(first) > 1  # counted before `_local_bytes` makes views
         parts = list(map(self._local_bytes, present))
-        if len(parts) > 1 or (is_shared and same_storage(parts[0], first)):
-            size = sum(part.numel() for part in parts)
+        if len(parts) > 1 or (is_shared and same_storage(parts[0], first)):  # a part in other memory is a copy already
+            size = sum(part.numel() for part in parts)  # in bytes
             return torch.cat(parts, out=self.link.pool.take(size))
         return parts[0]
 
@@ -178,11 +178,12 @@ class Sender:
         link = self.link
         if boundary_tensor.is_split and link.slice_size > 1:
             length = link.local_numel(SPLIT, boundary_tensor.tensor.shape)  # on all ranks, e.g. 3 of 10 on each of 4
-            part = part[length * link.slice_rank : length * (link.slice_rank + 1)]
-            part = torch.nn.functional.pad(part, (0, length - part.numel()))  # the last slice is shorter
+            begin = length * link.slice_rank
+            part = part[begin : begin + length]
+            part = torch.nn.functional.pad(part, (0, length - part.numel()))  # the last slices may be shorter
         raw_bytes = part.view(torch.uint8)
-        padding = -raw_bytes.numel() % ALIGN
-        return torch.nn.functional.pad(raw_bytes, (0, padding)) if padding else raw_bytes
+        padding = -raw_bytes.numel() % ALIGN  # e.g. 3 for 5 bytes
+        return torch.nn.functional.pad(raw_bytes, (0, padding)) if padding else raw_bytes  # pad() always copies
 
 
 class PostedReceive(NamedTuple):
@@ -243,7 +244,7 @@ class Receiver:
         """Wait for the message of `micro_chunk`. Raises RuntimeError if another message comes first."""
         self._post(min_pending=1)  # the receive of this message
         message = self._posted[0]  # removed after the wait, since `__str__` reports it while the stage waits
-        if message.work is not None:
+        if message.work is not None:  # else the message has no elements, so it is not sent
             message.work.wait()
         self._posted.popleft()
         self.post()  # so that `ahead` receives are pending again
@@ -252,7 +253,7 @@ class Receiver:
         tensors = []
         begin = 0
         for dtype, flags, shape in message.layout:
-            end = begin + self.link.message_bytes(dtype, flags, shape)
+            end = begin + self.link.message_bytes(dtype, flags, shape)  # tensors follow each other, with padding
             tensors.append(self._unpack(message.payload[begin:end], dtype, flags, shape))
             begin = end
         return tensors
@@ -270,7 +271,7 @@ class Receiver:
         """Wait for the header of the run that begins at a micro-batch, and note the layout of the run's messages."""
         header = torch.empty(HEADER_SIZE, dtype=torch.uint8)
         dist.recv(header, self.link.peer, group=self.link.header_group)
-        run_length, *tensors = json.loads(header.numpy().tobytes())
+        run_length, *tensors = json.loads(header.numpy().tobytes())  # e.g. 4, ["bfloat16", 1, [512, 2, 768]]
         if not run_length:  # `send_end` has sent this header
             raise DataEnded(f"the data of rank {self.link.peer} ended")
         layout = tuple((getattr(torch, dtype), flags, torch.Size(shape)) for dtype, flags, shape in tensors)
@@ -338,7 +339,8 @@ class Receiver:
             parts = [torch.empty_like(part) for _ in range(self.link.slice_size)]
             dist.all_gather(parts, part, group=self.link.slice_group)
             part = torch.cat(parts)
-        tensor = alias(part[: shape.numel()].view(shape))  # without the padding of the last slice
+        # Cut off the padding of the last slices. Unlike a view, an alias has a version counter of its own.
+        tensor = alias(part[: shape.numel()].view(shape))
         return BoundaryTensor(tensor, bool(flags & GRAD), bool(flags & SPLIT), bool(flags & BARE))
 
 

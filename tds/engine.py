@@ -125,7 +125,7 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
             self.set_dataiterator(data_iter)
         self.module.train()
         timer = self.timers(TRAIN_BATCH_TIMER)
-        if len(getattr(timer, "event_timers", ())) >= MAX_TIMED_STEPS:  # without progress lines, the list would grow
+        if len(getattr(timer, "event_timers", ())) >= MAX_TIMED_STEPS:  # they grow until a progress line resets them
             timer.reset()
         timer.start()
         try:
@@ -134,11 +134,11 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
         finally:
             timer.stop()
         report_losses(self, "train_loss", self.agg_train_loss)
-        line = self.progress.step(self.global_steps, self.train_batch_size(), self._losses.all_means)
-        if line:
-            timer.elapsed(reset=True)  # as DeepSpeed does at each progress line
+        progress_line = self.progress.step(self.global_steps, self.train_batch_size(), self._losses.all_means)
+        if progress_line:  # every `steps_per_print` steps
+            timer.elapsed(reset=True)  # as DeepSpeed does then
             if self.global_rank == 0:
-                say(line)
+                say(progress_line)
         return self.agg_train_loss
 
     def _train_step(self) -> None:
@@ -196,8 +196,8 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
             if not self.module.training:  # in training, `_send_grad` needs `received` later
                 microbatch.received = []
             inputs = tuple(non_leaf_view(each.tensor) for each in received)
-            return inputs[0] if received[0].is_bare else inputs
-        inputs = self._step.batches.inputs(instruction.micro)
+            return inputs[0] if received[0].is_bare else inputs  # as the layer before returned it
+        inputs = self._step.batches.inputs(instruction.micro)  # the first layers get the data
         if self.module.activation_checkpoint_interval > 0 and self._config.pipeline.get("use_reentrant"):
             inputs = views_requiring_grad(inputs)  # else re-entrant checkpointing would compute no gradients
         return inputs
@@ -338,7 +338,7 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
             return  # only the last stage computes losses; without data, it will receive the end that stage 0 announces
         if compute_loss and getattr(self.module.loss_fn, "count_targets", None) is not None:
             self._count_targets()
-        self._step.scale = self.loss_factor / self._losses.divisor
+        self._step.scale = self.loss_factor / self._losses.divisor  # factor on each loss before its backward pass
 
     def _start_reading(self, batches: Batches) -> bool:
         """Read the first micro-batch, or with several stages all; return whether there is a first one.

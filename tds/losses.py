@@ -68,15 +68,15 @@ class Losses:
 
         count_targets: returns a scalar, or a vector [k] of which the first element is the number of targets.
         """
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)  # [] or, after the first sum, [k]
         for each in labels:
             total = total + count_targets(each)
         # Replicas may evaluate different numbers of micro-batches, so these are summed, too.
-        numbers = torch.cat([total.reshape(-1), total.new_full((1,), self._micro_batches)])
+        numbers = torch.cat([total.reshape(-1), total.new_full((1,), self._micro_batches)])  # counts, micro-batches
         dist.all_reduce(numbers, group=replicas)
         counts = numbers[:-1]
         self._counted = counts[0].clone()
-        counts[0] = self.divisor
+        counts[0] = self.divisor  # the number of targets, but at least 1
         self.mean_counts = (counts / numbers[-1]).view(total.shape)
 
     @property
@@ -123,13 +123,13 @@ class Losses:
         numbers = torch.cat([header, sums])
         if dist.get_world_size(replicas) > 1:
             dist.all_reduce(numbers, group=replicas)
-        header, totals = torch.split(numbers, [len(counts), len(last_keys)])
+        summed_header, totals = torch.split(numbers, [len(counts), len(last_keys)])
 
-        micros = header[:1]
+        micros = summed_header[:1]  # of all replicas
         targets = micros if self._counted is None else self._counted.view(1)
-        divisor = _divisor_of(targets)
-        divisors = torch.cat([divisor if kind == TRAINED else micros for kind, _ in last_keys])
-        self._numbers = torch.cat([targets, header, totals / divisors])  # in the order described in __init__
+        trained_divisor = _divisor_of(targets)
+        divisors = torch.cat([trained_divisor if kind == TRAINED else micros for kind, _ in last_keys])
+        self._numbers = torch.cat([targets, summed_header, totals / divisors])  # in the order described in __init__
 
     def share(self, source: int, stages: Any, with_sum: SumToShare | None = None) -> None:
         """Broadcast the losses from rank `source` to the other stages. Collective over the group `stages`.
@@ -140,7 +140,7 @@ class Losses:
         self._stages = stages
         has_losses = dist.get_rank() == source
         if with_sum:
-            has_losses = with_sum.adds_losses  # one rank of the group
+            has_losses = with_sum.adds_losses  # on one rank of the group, so that the sum has them once
         if not has_losses:  # zeros for the 4 numbers, the flags and the means that are described in __init__
             self._numbers = torch.zeros(4 + 2 * len(self._last_keys), dtype=torch.float64, device=self.device)
         if with_sum:
@@ -163,10 +163,10 @@ class Losses:
         if has_new_key:
             from .new_losses import exchange_means
 
-            means = exchange_means(self, {TRAINED: self.targets or 1.0, ADDITIONAL: micros})
+            means = exchange_means(self, {TRAINED: self.targets or 1.0, ADDITIONAL: micros})  # divisors by kind, not 0
         else:
             means = {}
-            first_mean = 4 + len(self._last_keys)
+            first_mean = 4 + len(self._last_keys)  # index, after 4 numbers and a count for each loss
             for i, key in enumerate(self._last_keys):
                 if numbers[4 + i]:  # some replica has this loss
                     means[key] = self._numbers[first_mean + i]

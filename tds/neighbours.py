@@ -66,7 +66,7 @@ class Neighbours(NamedTuple):
         for side, receiver in self.receivers.items():
             kind = RecvActivation if side == PREVIOUS else RecvGrad
             agenda = [each.micro_chunk for each in instructions if type(each) is kind]
-            receiver.begin_step(agenda, post_after.get(kind, {}))
+            receiver.begin_step(agenda, post_after.get(kind, {}))  # {}: the receiver posts a fixed number in advance
 
     def after_pass(self) -> None:
         """Allocate the buffers of the receives that are due after a pass, before any message that follows the pass."""
@@ -107,21 +107,21 @@ def connect_neighbours(grid: Any, device: torch.device, chunks: int) -> Neighbou
 
     has_queues = has_message_queues(device)
     pipelines = grid._topo.get_axis_comm_lists("pipe")
-    down_groups = []  # for each parity, the group of the messages down the pipeline
-    up_groups = []
+    down_groups = []  # for each parity, the group of the messages to next stages
+    up_groups = []  # the same for messages to previous stages, because a group has one direction
     for _ in range(num_parities if has_queues else 1):  # on gloo, boundaries can share a group
         down_groups.append(new_groups(pipelines, urgent=True))
         up_groups.append(new_groups(pipelines, urgent=True))
     header_group = host_group(grid.get_pipe_parallel_group()) if has_queues else None
     pool = BufferPool(device)
-    slices = (grid.get_slice_parallel_group(), grid.get_slice_parallel_rank(), grid.get_slice_parallel_world_size())
+    slice_info = grid.get_slice_parallel_group(), grid.get_slice_parallel_rank(), grid.get_slice_parallel_world_size()
 
     def connect(side: str, peer_stage: int, boundary: int, send_groups: list[Any], receive_groups: list[Any]) -> None:
         peer = grid.stage_to_global(stage_id=peer_stage)
         parity = boundary_parity(boundary, stages) % len(down_groups)  # 0 if all boundaries share a group
 
         def link_of(group: Any) -> Link:
-            return Link(peer, group, header_group or group, pool, *slices)  # on gloo, headers travel with the messages
+            return Link(peer, group, header_group or group, pool, *slice_info)  # on gloo, headers travel with messages
 
         neighbours.senders[side] = Sender(link_of(send_groups[parity]))
         neighbours.receivers[side] = Receiver(link_of(receive_groups[parity]), receives_ahead(device))

@@ -31,7 +31,7 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
 
     def __init__(self, layers: Any, *args: Any, chunks: int = 1, example: Any = None, **kwargs: Any) -> None:
         self.chunks = chunks
-        self._example = example
+        self._example = example  # for `_partition_layers`, which the constructor below calls
         if chunks > 1 and kwargs.get("seed_layers"):
             raise ValueError("seed_layers supports only one chunk per stage: leave out seed_layers, or use chunks=1")
         with quietly(), share_deepspeed_groups(lambda: self._topo):  # the constructor below sets `_topo`

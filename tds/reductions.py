@@ -76,19 +76,19 @@ class Reduction:
         gradient_of: returns the gradient of a weight, for gradients that are not in `.grad`.
         Raises RuntimeError if a weight is frozen on one stage and trained on another.
         """
-        reads_grad = gradient_of is None
+        reads_dot_grad = gradient_of is None
         sparse: set[nn.Parameter] = set()
         if gradient_of is None:
             gradient_of = attrgetter("grad")
-            sparse.update(sparse_weights(self._module))
+            sparse.update(sparse_weights(self._module))  # only `.grad` may be sparse
         for key, group, weights in ties(self._module):
             grads = list(map(gradient_of, weights.values()))
             trained_anywhere = any_over_ranks([grad is not None for grad in grads], group)
             for (name, weight), grad, is_trained in zip(weights.items(), grads, trained_anywhere, strict=True):
                 if not is_trained:
                     continue
-                # `gradient_of` returns None for a weight that this stage's optimizer does not have.
-                is_only_elsewhere = grad is None and not reads_grad
+                # A given `gradient_of` returns None only for a weight that this stage's optimizer does not have.
+                is_only_elsewhere = grad is None and not reads_dot_grad
                 refuse_untrained(weight, f"{key}.{name}", self._engine.stage_id, is_only_elsewhere)
                 if weight in sparse:
                     sum_sparse([weight], group)

@@ -152,7 +152,7 @@ def with_messages(order: Iterable[Instruction], stage: int, stages: int, chunks:
             yield compute
             if virtual_stage < last_virtual_stage:
                 yield SendActivation(*micro_chunk)
-        elif isinstance(compute, BackwardWeight):
+        elif isinstance(compute, BackwardWeight):  # no other stage needs its result
             yield compute
         else:  # Backward or BackwardInput
             if virtual_stage < last_virtual_stage:

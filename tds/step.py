@@ -51,8 +51,8 @@ class Microbatch:
     def keep_outputs(self, outputs: Sequence[Tensor], splits: Sequence[bool], is_bare: bool) -> None:
         """Keep the outputs until they are sent, and their graph edges until the backward pass.
 
-        splits: by output. is_bare: the layer returned its only output itself, not in a tuple. In evaluation, an output
-        may be a weight with requires_grad, but it has no gradient.
+        splits: whether each output is sent in slices. is_bare: whether the layer returned a tensor, not a tuple. In
+        evaluation, an output may be a weight with requires_grad, but it has no gradient.
         """
         for output, is_split in zip(outputs, splits, strict=True):
             has_grad = torch.is_grad_enabled() and output.requires_grad

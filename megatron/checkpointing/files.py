@@ -49,14 +49,14 @@ def publish(final: Path, temporary: Path, index: str, checksum: Checksum, sums: 
     old_save = old_save_path(final)
     from .foreign import delete_own_files, keep_foreign
 
-    keep_foreign(final)
+    keep_foreign(final)  # renames what is there if no save has written it, such as a user's folder
     if final.exists():  # there is an earlier save of this iteration
         delete_own_files(old_save)
         final.rename(old_save)
     temporary.rename(final)
     fsync_path(final.parent)
     point_latest_to(final)
-    with contextlib.suppress(OSError):  # the next start tries again
+    with contextlib.suppress(OSError):  # the checkpoint is complete; the next start tries again
         delete_own_files(old_save)
 
 
@@ -68,9 +68,9 @@ def format_sums(sums: Mapping[str, str]) -> str:
 def point_latest_to(checkpoint: Path) -> None:
     """Write the name of a complete checkpoint into the file `latest` next to it."""
     folder = checkpoint.parent
-    content = f"{checkpoint.name}\n{SHA256.hash_file(sums_file(checkpoint))}\n"
+    content = f"{checkpoint.name}\n{SHA256.hash_file(sums_file(checkpoint))}\n"  # name, checksum of its checksum file
     if isinstance(folder, RemotePath):
-        (folder / "latest").write_bytes(content.encode())
+        (folder / "latest").write_bytes(content.encode())  # appears as a whole
         return
     write_text(folder / "latest", content, synced=True, temporary=folder / "latest.tmp")
     fsync_path(folder)

@@ -64,7 +64,7 @@ class Saver:
         self.fingerprint = fingerprint
         self._pending: _PendingSave | None = None
         self._thread: threading.Thread | None = None
-        self._warned = set[str]()
+        self._warned = set[str]()  # warnings that were printed, so that later saves do not repeat them
         self._background_copy = self._uploads = None
         if background:
             from .background import BackgroundCopy
@@ -138,7 +138,7 @@ class Saver:
         values = written_values(self.engine, share.parts)
         uploads = self._uploads
 
-        def write_and_upload(copies: list[tuple[str, Tensor]]) -> None:
+        def write_and_upload(copies: list[tuple[str, Tensor]]) -> None:  # runs in the thread that makes the copies
             share.write(copies)
             if uploads is not None:
                 uploads.send(share, final)
@@ -148,7 +148,7 @@ class Saver:
             return
         share.write(values)
         if uploads is not None:
-            self._thread = uploads.start(share, final)
+            self._thread = uploads.start(share, final)  # the files are complete here, so a thread uploads them
 
     def finish(self) -> Path:
         """Wait for every rank's share, publish the checkpoint and return its folder. Raises RunError on all ranks."""
@@ -182,7 +182,7 @@ class Saver:
         optimizer = pending.optimizer
         files: list[JsonObject] = []
         expected: dict[str, list[int]] = {}  # key -> shape of each tensor that must exist
-        steps: dict[str, int] = {}
+        steps: dict[str, int] = {}  # name -> step count, where it differs from the optimizer's
         for report in reports:
             files += report.files
             expected |= report.expected
@@ -241,7 +241,7 @@ def _merge_tensors(files: Sequence[Mapping[str, Any]]) -> JsonObject:
     for file in files:
         for key, placement in file["tensors"].items():
             begin = placement["begin"]
-            name = key.split(".", 1)[1]
+            name = key.split(".", 1)[1]  # e.g. "layers.0.mlp.weight" of "exp_avg.layers.0.mlp.weight"
             tensors.setdefault(key, {"shape": placement["shape"], "dim": placement["dim"], "pieces": []})
             # A stage on which the parameter gets gradients replaces another one.
             if (key, begin) not in pieces or name in file["with_gradient"]:

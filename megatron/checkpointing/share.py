@@ -48,8 +48,8 @@ def local_parts(engine: Any, moments: list[str]) -> list[Part]:
     for name, parameter in parameters.items():
         _, begin, end = mpu.spec_of(parameter).rows
         has_rows = begin < end  # False if this shard is only vocabulary padding
-        is_trained_here = is_last_stage or not name.startswith("loss_fn.")  # all stages hold the loss
-        is_unique = mpu.is_unique_param(parameter, mesh.model.rank)  # one of the ranks and stages with the same values
+        is_trained_here = is_last_stage or not name.startswith("loss_fn.")  # only the last stage uses the loss
+        is_unique = mpu.is_unique_param(parameter, mesh.model.rank)  # first of the ranks and stages with equal values
         is_written_here = has_rows and is_trained_here and is_unique and name in assigned
         kinds = [WEIGHT, *zero_state.moments_of(engine, parameter, moments)]
         parts.append(Part(name, parameter, kinds, is_written_here, _is_outside_layers(engine.module, name)))
@@ -70,7 +70,7 @@ def _assigned_names(parameters: Mapping[str, nn.Parameter]) -> set[str]:
         axis_loads = loads.setdefault(axis, [0] * axis.size)
         writer = axis_loads.index(min(axis_loads))
         axis_loads[writer] += sizes[name]
-        if writer == axis.rank:
+        if writer == axis.rank:  # all of these ranks compute the same writers
             assigned.add(name)
     return assigned
 
@@ -90,7 +90,7 @@ def expected_shapes(parts: list[Part]) -> dict[str, list[int]]:
     """Return key -> full shape of the tensors that must be saved: weights, and the moments that this rank writes."""
     shapes = {}
     for part in parts:
-        kinds = part.kinds if part.is_written_here else [WEIGHT]
+        kinds = part.kinds if part.is_written_here else [WEIGHT]  # some rank must have written the weight
         for kind in kinds:
             shapes[f"{kind}.{part.name}"] = list(mpu.spec_of(part.parameter).full_shape)
     return shapes
@@ -198,12 +198,12 @@ class Share:
         buffers_path = self.path.with_stem(f"{self.path.stem}-buffers")
         try:
             with warn_if_slow(self.path):
-                parameters = write_share(self.path, self.parts, values, self.checksum)
-                buffers = self.buffers.write(buffers_path, self.checksum)
+                report = write_share(self.path, self.parts, values, self.checksum)
+                buffers_report = self.buffers.write(buffers_path, self.checksum)
         except Exception as error:
             self.record_error(error)
             return
-        self.file_reports = list(filter(None, (parameters, buffers)))
+        self.file_reports = list(filter(None, (report, buffers_report)))  # None: this rank has no such file
 
     def record_error(self, error: Exception) -> None:
         """Keep an error of this rank until all ranks can raise it."""

@@ -65,14 +65,14 @@ def end_step(engine: Any, loss: Tensor, norm: Any, aux: Mapping[str, Tensor]) ->
         norm = guard.norm  # the measured norm: for the optimizer, the guard replaced it by infinity
     elif skip_is_known:  # a gradient is not finite
         norm = math.inf
-    elif norm is None:
+    elif norm is None:  # not measured, but the step was not skipped, so it counts as finite
         norm = 0.0
     if isinstance(norm, Tensor):
         norm = norm.to(loss.device)  # with an offloaded optimizer, DeepSpeed's ZeRO 3 returns it on the CPU
         is_finite = norm.isfinite()
     else:
         is_finite = math.isfinite(norm)
-    applied = not skip_is_known and is_finite  # may be a tensor, which the host need not read
+    applied = not skip_is_known and is_finite  # whether weights changed; a tensor need not be read by the host
     # Only routers that balance the experts by biases have this buffer.
     if any(hasattr(module, "bias_steps") for module in engine.module.modules()):
         from ..model.router import update_routers
@@ -107,8 +107,8 @@ class PipeEngine:
         with self.timers("train batch"):
             engine.train_batch(batches)
         engine.set_dataiterator(None)  # DeepSpeed's reference to the data iterator would keep the data workers alive
-        sums = self._aux(engine.micro_batches)
-        divisor = engine.num_targets or 1.0
+        sums = self._aux(engine.micro_batches)  # of the additional losses, by name
+        divisor = engine.num_targets or 1.0  # a batch may have no target
         aux = {name: total / divisor for name, total in sums.items()}
         return end_step(engine, self._exact_loss(), engine.get_global_grad_norm(), aux)
 

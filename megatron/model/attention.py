@@ -88,7 +88,7 @@ class Attention(nn.Module):
         """
         p = self.dropout if self.training else 0.0
         compute: Callable[..., Tensor] = self._compute
-        if p and query.device.type != "cpu":  # torch's kernel draws; on a CPU, ours draws from the stream
+        if p and query.device.type != "cpu":  # torch's kernel draws its dropout; on a CPU, ours uses the stream
             compute = self._compute_with_dropout
         inputs = query, key, value, mask, bias, p
         if self.recompute and self.training:
@@ -128,7 +128,7 @@ class SelfAttention(Attention):
             config, *query_factors, 1.0, 1.0, heads=config.key_value_heads, bias=config.has_qkv_bias
         )
         width = config.width_factor
-        # Growth of the inputs and outputs of query, key and value since muP's base model; 1 without muP.
+        # (growth of inputs, growth of outputs) since muP's base model, for query, key and value; 1 without muP.
         key_value_growth = (width, config.key_value_growth)
         growth = ((width, width), key_value_growth, key_value_growth)
         fused = mpu.FusedRows((group_size, 1, 1), self.head_size, growth)
@@ -186,10 +186,10 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Tensor | None:  # type: ignore[override]
-        any_grad = next((grad for grad in grads if grad is not None), None)
-        if any_grad is None:
+        given = [grad for grad in grads if grad is not None]  # the gradient of an unused part is None
+        if not given:
             return None
-        grad_by_head = any_grad.new_empty(ctx.shape)
+        grad_by_head = given[0].new_empty(ctx.shape)
         for part, grad in enumerate(grads):
             part_grad = grad_by_head.select(3, part)
             if grad is None:

@@ -79,7 +79,7 @@ class AttentionArgs(NamedTuple):
         mask: Any = self.mask.mask() if isinstance(self.mask, Documents) else self.mask
         q = self.query.shape[2]
         k = self.key.shape[2]
-        # A mask of documents hides later keys itself. A single query, as in decoding, sees all keys.
+        # A mask, a bool tensor by now, hides later keys itself. A single query, as in decoding, sees all keys.
         is_causal = self.causal and mask is None and q > 1
         # torch hides later keys without a mask only if there is no bias and q = k; our dropout on a CPU needs a mask.
         needs_mask = self.bias is not None or q != k or (self.p > 0 and self.on_cpu)
@@ -88,7 +88,7 @@ class AttentionArgs(NamedTuple):
         return mask, is_causal
 
     def added(self) -> tuple[Tensor | None, bool]:
-        """Return mask plus bias, to add to the scores, [1 or b, 1 or n, q, k] or None; and `is_causal` of `visible`."""
+        """Return mask plus bias [1 or b, 1 or n, q, k], or None, and whether the kernel must also hide later keys."""
         mask, is_causal = self.visible()
         if mask is None:
             return self.bias, is_causal
@@ -103,10 +103,10 @@ def torch_sdpa(call: AttentionArgs) -> Tensor:
     query = call.query
     key = call.key
     value = call.value
-    grouped = key.shape[1] < query.shape[1]
+    grouped = key.shape[1] < query.shape[1]  # several query heads share a key-value head
+    # torch's CUDA kernels for grouped heads support neither masks nor fp32.
     needs_repeated_heads = mask is not None or query.dtype == torch.float32
     if grouped and needs_repeated_heads and query.device.type == "cuda":
-        # torch's CUDA kernels for grouped heads support neither masks nor fp32.
         key, value = repeat_heads(query, key, value)
         grouped = False
     options: dict[str, Any] = {"attn_mask": mask, "dropout_p": call.p, "is_causal": is_causal, "scale": call.scale}
@@ -128,9 +128,9 @@ def select_sdpa_kernels(query: Tensor, mask: Tensor | None) -> AbstractContextMa
 def choose_kernel(call: AttentionArgs) -> Kernel:
     """Return the kernel of the call: torch's, unless documents, a bias, dropout or another part needs another."""
     # Most calls need none of the special kernels, whose module is imported only if one may be needed.
-    needs_special_kernel = isinstance(call.mask, Documents) or call.views or call.bias is not None
-    needs_cpu_kernel = call.on_cpu and (call.p or call.query.dtype != torch.float32)  # some CPUs only emulate 16 bits
-    if not (needs_special_kernel or needs_cpu_kernel):
+    may_need_special = isinstance(call.mask, Documents) or call.views or call.bias is not None
+    may_need_cpu_kernel = call.on_cpu and (call.p or call.query.dtype != torch.float32)  # some CPUs emulate 16 bits
+    if not (may_need_special or may_need_cpu_kernel):
         return torch_sdpa
     from .special_kernels import KERNELS
 
@@ -140,7 +140,7 @@ def choose_kernel(call: AttentionArgs) -> Kernel:
 def attend(call: AttentionArgs) -> Tensor:
     """Compute the call by the kernel that `choose_kernel` returns -> [b, n, q, d].
 
-    Raises ValueError if a token has no document id.
+    Documents may be computed in pieces (blocks) on a CPU. Raises ValueError if a token has no document id.
     """
     if isinstance(call.mask, Documents):
         call.mask.check_token_counts(call.query, call.key)

@@ -32,15 +32,15 @@ def build_norm(config: ModelConfig) -> nn.Module:
 
 
 def norm_of_size(config: ModelConfig, size: int, rms: bool, sequence: mpu.Axis) -> nn.Module:
-    """Build an RMSNorm or LayerNorm over `size` features.
+    """Build an RMSNorm or LayerNorm over `size` features: apex's if --kernels selects it, else one of our own.
 
-    sequence: see `mpu.declare`. torch's LayerNorm always uses `mpu.sequence_axis()`.
+    sequence: ranks over which weight gradients are summed; `mpu.LayerNorm` always takes `mpu.sequence_axis()`.
     """
     norm_class = apex_class(config.kernels, "normalization", "FusedRMSNorm" if rms else "FusedLayerNorm")  # or None
     if rms:
         if "rms-norm" in config.reference_ops:
-            norm_class = nn.RMSNorm
-        elif norm_class is None:
+            norm_class = nn.RMSNorm  # the reference, even with apex
+        elif norm_class is None:  # without apex
             from .rms_norm import RMSNorm
 
             norm_class = RMSNorm
@@ -227,16 +227,16 @@ class TransformerLayer(nn.Module):
         raise NotImplementedError
 
     def make_routing(self, losses: list[Tensor], document_ids: Tensor) -> "RoutingState | None":
-        """Return what the router of this layer needs; None without experts.
+        """Return what the router of this layer needs to balance its experts; None if the layer has no experts.
 
-        losses: the routers' loss so far, or []; `run_layer` replaces it. document_ids: [b, s].
+        losses: [] or [summed loss [n] of earlier routers]; `run_layer` changes it in place. document_ids: [b, s].
         """
         if isinstance(self.mlp, ParallelMLP):
             return None
         from .routing import RoutingState
         from .text_tokens import text_tokens
 
-        text = None
+        text = None  # in evaluation, padding need not be left out
         if self.training:
             text = text_tokens(document_ids, self.sequence, self.context)
         return RoutingState(losses, text)

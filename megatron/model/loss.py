@@ -39,9 +39,9 @@ def extra_targets(targets: Targets) -> Mapping[str, Tensor]:
 def count_targets(targets: Targets) -> Tensor:
     """Return the number of targets of a micro-batch, a scalar in fp64, exact for any batch.
 
-    If the targets contain numbers of text tokens [n], return a vector [1 + n] of the number of targets and these.
+    If the targets contain numbers of text tokens [n], return a vector [1 + n] that begins with the targets.
     """
-    num_targets = targets[1].sum(dtype=torch.float64)  # of the loss mask
+    num_targets = targets[1].sum(dtype=torch.float64)  # the loss mask is 1 at targets, else 0
     extra = extra_targets(targets)
     if "text" not in extra:
         return num_targets
@@ -97,12 +97,12 @@ class TokenLoss:
 
         The cross entropy has the gradient of their sum, the z-loss has none. logits: [s, b, v/t]. labels: [b, s].
         """
-        z_loss = self.z_loss if torch.is_grad_enabled() else 0.0
+        z_loss = self.z_loss if torch.is_grad_enabled() else 0.0  # without gradients it has no use
         if not self.fused:
             from .extra_losses import reference_losses
 
             return reference_losses(logits, labels, self.vocab_size, self.axis, z_loss)
-        labels_sb = labels.t().contiguous()
+        labels_sb = labels.t().contiguous()  # [s, b], as in the logits
         losses, z_losses = mpu.vocab_parallel_losses(
             logits, labels_sb, self.vocab_size, z_loss=z_loss, axis=self.axis, overwrite=self.consumes_logits
         )

@@ -56,7 +56,7 @@ class LayerStackPipe(LayerRunner, PipelineModule):
         self.layer_names = global_names(layers)
         self._stage_names = [self.layer_names[index] for index in self.indices]
         self.boundaries: Any = [_boundaries_before(layers, stop) for _, stop in self.bounds]  # outputs of each chunk
-        self.receives: Any = [_boundaries_before(layers, start) for start, _ in self.bounds]
+        self.receives: Any = [_boundaries_before(layers, start) for start, _ in self.bounds]  # inputs of each chunk
         if self.chunks == 1:  # tds then reads the declaration of the only chunk, not a list of declarations
             self.boundaries = self.boundaries[0]
             self.receives = self.receives[0]
@@ -84,7 +84,7 @@ def _layer_spec(layer: Layer, tied_weights: dict[str, str], seed: int) -> LayerS
     else:
         # DeepSpeed accepts a `forward_fn` only for tied layers, so a layer that is not tied gets a tie of its own.
         key = layer.tied or layer.name.replace(".", "_")  # torch's names of modules contain no dots
-        weight: Any = tied_weights[layer.tied] if layer.tied else []
+        weight: Any = tied_weights[layer.tied] if layer.tied else []  # []: shares no weight
         spec = TiedLayerSpec(key, layer.cls, *layer.args, forward_fn=layer.call, tied_weight_attr=weight)
     spec.build = lambda log=False: layer.build(seed)  # `log` is DeepSpeed's argument
     return spec
@@ -95,7 +95,7 @@ def _boundaries_before(layers: Sequence[Layer], index: int) -> list[Boundary] | 
     if index == 0:
         return None
     boundaries = [BOUNDARIES[name] for name in layers[index - 1].outputs if name in BOUNDARIES]
-    if mpu.sequence_axis().size > 1:  # each rank holds a different shard
+    if mpu.sequence_axis().size > 1:  # each rank holds a different shard, so it sends all of it
         boundaries = [replace(boundary, split=False) for boundary in boundaries]
     return boundaries
 
@@ -113,6 +113,6 @@ class GPT2ModelPipe(LayerStackPipe):
         s = config.data.seq_length
         tokens = torch.zeros(b, s // mpu.context_axis().size).long()  # this context rank's tokens
         positions = torch.zeros(b, s).long()  # of the whole sequence
-        example = tokens, positions, no_documents(tokens.device)
+        example = tokens, positions, no_documents(tokens.device)  # --partition-method measured runs layers on it
         loss = TokenLoss.from_config(config, vocab_size)
         super().__init__(gpt2_layers(config, vocab_size), config, TIED_WEIGHTS, loss, example)

@@ -26,7 +26,7 @@ MAX_LOSS = 64.0  # log Z is accurate as the sum of a loss of at most this and th
 def token_chunks(logits: Tensor, max_logits: int | None = None) -> list[slice]:
     """Cut the n tokens of logits [n, v/t] into slices of at most `max_logits` logits, by default CHUNK or CPU_CHUNK."""
     max_logits = max_logits or (CPU_CHUNK if logits.device.type == "cpu" else CHUNK)
-    length = max(1, max_logits // max(1, logits.shape[-1]))  # in tokens
+    length = max(1, max_logits // max(1, logits.shape[-1]))  # in tokens, at least 1
     if length > 8:
         length -= length % 8  # compiled kernels would copy slices whose addresses are not multiples of 16 bytes
     return [slice(begin, begin + length) for begin in range(0, logits.shape[0], length)]
@@ -52,9 +52,8 @@ def _losses_on_one_rank(logits: Tensor, target: Tensor, dtype: torch.dtype) -> t
 def _losses_over_ranks(logits: Tensor, real_rows: int, target: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
     """Return three tensors [n]: this rank's share of each token's probability mass, the token's loss, and log Z.
 
-    Z and the loss are over the logits of all ranks.
-    logits: [n, v/t] of this rank. real_rows: number of its rows that are not padding.
-    target: the local row of each target, -1 if another rank holds it.
+    Z and the loss are over the logits of all ranks. logits: [n, v/t] of this rank. real_rows: number of its unpadded
+    rows. target: the local row of each target, -1 if another rank holds it.
     Each rank runs torch's softmax, one fast pass over its own logits, and then rescales the result by the maximum
     and the sum over all ranks.
     """
@@ -139,7 +138,7 @@ def compute_losses(
     local_ids, is_local, real_rows = localize_targets(logits, target, vocab_size, axis)
     dtype = torch.promote_types(logits.dtype, torch.float32)
     share = torch.ones_like(target, dtype=dtype)  # one rank has the whole mass, and the fused functions need no share
-    max_logit = share  # only the fused functions replace and read these two
+    max_logit = share  # placeholders: only the fused functions set and read max_logit and log_sum
     log_sum = share
     own_rows = torch.where(is_local, local_ids, -1)  # -1 for targets of other ranks
     if uses_fused_loss(logits):
@@ -173,7 +172,7 @@ def logits_gradient(logits: Tensor, state: LossState, grad: Tensor, overwrite: b
     else:
         result = torch.empty_like(logits, memory_format=torch.contiguous_format)
     result[:, real_rows:] = 0.0  # padding
-    if not real_rows:
+    if not real_rows:  # this rank holds only padding
         return result
     if is_fused:
         from .fused_cross_entropy import fused_gradient
@@ -271,7 +270,7 @@ def vocab_parallel_losses(
     """
     check_same_tokens(logits, target)
     axis = axis or current_mesh().model
-    vocab_size = vocab_size or logits.shape[-1] * axis.size
+    vocab_size = vocab_size or logits.shape[-1] * axis.size  # by default, the rows of all ranks
     flat_logits = logits.reshape(-1, logits.shape[-1])
     flat_targets = target.reshape(-1)
     losses, z_losses = _VocabParallelCrossEntropy.apply(  # type: ignore[no-untyped-call]

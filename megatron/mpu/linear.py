@@ -37,16 +37,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: 
     """Compute this rank's columns of x W^T + b for the whole sequence: x [..., i] -> [..., o/t].
 
     x: replicated on all ranks of `axis`, or with sequence parallelism this rank's shard [s/t, ..., i].
-    weight: [o/t, i]. bias: [o/t]. `choose_kernels` chooses the kernels.
+    weight: [o/t, i]. bias: [o/t]. On a CPU, some matmuls may use a second kernel, see `matmul`.
     """
     if torch.compiler.is_compiling():
         from .compiled_linear import compiled_linear
 
         return compiled_linear(x, weight, bias, axis, options)
-    if hasattr(weight, "packed"):  # see `pack_weights` in features/cpu_matmul.py
+    if hasattr(weight, "packed"):  # fp32 on a CPU, not in training, see features/cpu_matmul.py
         return onednn_linear(x, weight.packed, bias)
     x, weight, bias = in_autocast_dtype(x, weight, bias)
-    second_kernel = choose_kernels(x, weight, options)
+    second_kernel = choose_kernels(x, weight, options)  # whether output, input_grad and weight_grad use it
     # `accumulate_wgrad` has a matmul of its own, so the second kernel leaves the accumulation to autograd.
     accumulate = None if second_kernel.weight_grad else wgrad_accumulator(x, weight)
     has_custom_backward = any(second_kernel) or accumulate is not None
@@ -70,13 +70,13 @@ def wgrad_accumulator(x: Tensor, weight: Tensor) -> Callable[[Tensor, Tensor], b
 
 
 def choose_kernels(x: Tensor, weight: Tensor, options: Options) -> SecondKernelUse:
-    """Return the kernels for x [..., i] and weight [o, i], which `options` decide on a CPU."""
+    """Return which matmuls of a layer with input x [..., i] and weight [o, i] use the second kernel; none on a GPU."""
     if x.device.type != "cpu" or x.shape[:-1].numel() < MIN_ROWS:
-        return SecondKernelUse()
+        return SecondKernelUse()  # no matmul uses it
     # An entry for the weight's shape overrides one for the dtype, which overrides `options.onednn`.
     use_onednn = options.onednn and x.dtype == torch.float32
     by_option = SecondKernelUse(use_onednn, use_onednn, use_onednn)
-    by_dtype = options.second_kernel.get((x.dtype, 0, 0), by_option)
+    by_dtype = options.second_kernel.get((x.dtype, 0, 0), by_option)  # 0, 0: weights without an entry of their own
     return options.second_kernel.get((x.dtype, *weight.shape), by_dtype)
 
 
@@ -152,11 +152,11 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Return the gradients of the inputs 0 x, 1 weight and 2 bias; grad [..., o/t] is that of the output."""
         x, weight = ctx.saved_tensors
         plan: _LinearPlan = ctx.plan
         input_grad = weight_grad = bias_grad = pending_x = pending_grad = None
-        # Inputs: 0 x, 1 weight, 2 bias. The all-gather starts first, so that all ranks start the same collectives in
-        # the same order.
+        # The all-gather starts first, so that all ranks start the same collectives in the same order.
         if needs_grad(ctx, 1) and plan.sequence.size > 1:
             pending_x = start_all_gather(x, plan.sequence)
             if not plan.overlap:

@@ -55,12 +55,12 @@ def group_keys(
         no_decay = not is_matrix or p in undecayed_matrices
         decay = 0.0 if no_decay else config.weight_decay
         lr_factor = 1.0
-        rule = rules.get(p, ParamRule("*"))  # by default a rule without settings
+        rule = rules.get(p, ParamRule("*"))  # by default a rule that sets nothing
         if rule.weight_decay is not None:
             decay = rule.weight_decay
         if rule.lr_factor is not None:
             lr_factor = rule.lr_factor
-        mup_factor = factors.get(p, 1.0)
+        mup_factor = factors.get(p, 1.0)  # 1 without muP
         keys[p] = GroupKey(no_decay, lr_factor * mup_factor, decay / mup_factor, lags.get(p, 0))
     return keys
 
@@ -104,11 +104,11 @@ def _adam_builder(config: OptimConfig, kernels: str, width: float) -> Callable[.
         from .rounded_adamw import RoundedAdamW
 
         return partial(RoundedAdamW, moment_dtypes=dict.fromkeys(config.rounded_moments, torch.bfloat16), **settings)
-    fused = apex_class(kernels, "optimizers", "FusedAdam")
-    if fused is None:
+    apex_adam = apex_class(kernels, "optimizers", "FusedAdam")
+    if apex_adam is None:
         # fused=True makes one pass over memory: on a CPU, 4x faster than the default, as fast as DeepSpeed's Adam.
         return partial(torch.optim.AdamW, fused=True, **settings)
-    return partial(fused, adam_w_mode=True, **settings)
+    return partial(apex_adam, adam_w_mode=True, **settings)  # the mode is AdamW, not Adam with an L2 penalty
 
 
 def lr_at(iteration: int, config: Config, samples: tuple[int, int] | None = None) -> float:
@@ -122,8 +122,8 @@ def lr_at(iteration: int, config: Config, samples: tuple[int, int] | None = None
     """
     optim = config.optim
     total = decay_end(config)
-    completed = iteration + 1
-    next_completed = iteration + 2
+    completed = iteration + 1  # after this step, in the unit of `decay_end`: iterations, or samples below
+    next_completed = iteration + 2  # after the next step
     if config.lr_decay_samples is not None:
         if samples is None:
             raise ValueError("the learning rate follows samples: give lr_at the samples of the step")
