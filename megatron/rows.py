@@ -34,7 +34,7 @@ def parse_row(line: str) -> dict[str, Any] | None:
     """Return the row in a line of metrics.jsonl; None if the line is incomplete (after a crash). Raises RowError."""
     try:
         row = parse_json(line, "the line")
-    except JsonBoundError as error:
+    except JsonBoundError as error:  # valid JSON, hence no incomplete line, but nested too deeply, for example
         raise RowError(str(error)) from None
     except JsonError:
         return None
@@ -56,6 +56,7 @@ def parse_row(line: str) -> dict[str, Any] | None:
         raise RowError('"samples" is not a list of objects with the texts "prompt" and "text"')
     if row.get("split") != "train":
         return row
+    # Reports compute with these numbers of training rows, so they may not be absent or null there.
     for name in ("consumed_samples", "consumed_tokens"):
         if row.get(name) is None:
             raise RowError(f"a training row lacks {name}")

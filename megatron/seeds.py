@@ -18,19 +18,22 @@ def derive_seed(*parts: object) -> int:
 
 
 def seed_generators(seed: int, accelerators: bool = True) -> None:
-    """Seed the generators of torch, NumPy and Python. accelerators: seed those of accelerators, too."""
+    """Seed the generators of torch, NumPy and Python.
+
+    accelerators: seed torch's generators of accelerators, too, not only that of the CPU.
+    """
     if accelerators:
         torch.manual_seed(seed)
     else:
         torch.default_generator.manual_seed(seed)
-    np.random.seed(seed % (1 << 32))
+    np.random.seed(seed % (1 << 32))  # NumPy takes only 32 bits
     random.seed(seed)
 
 
 @contextmanager
 def keep_random_state(device: torch.device = CPU) -> Iterator[None]:
     """Restore the generators of torch (for the CPU and `device`), NumPy and Python at the end of the block."""
-    devices = [] if device.type == "cpu" else [device]
+    devices = [] if device.type == "cpu" else [device]  # fork_rng() restores the CPU's generator in any case
     python_state = random.getstate()
     numpy_state = np.random.get_state()
     try:

@@ -66,7 +66,8 @@ def check_location(text: str) -> str:
     if mistake := _find_mistake(text):
         raise PathError(f"{text} looks like a URL, but {mistake}")
     if not is_url(text):
-        # Path("./s3:/x") is s3:/x, which another reader would refuse.
+        # "./s3:/x" is a file on this machine. But Path() drops the "./", and a later check would take s3:/x for a URL
+        # with a mistake. An absolute path cannot be mistaken.
         return os.path.abspath(text) if _LIKE_URL.match(os.path.normpath(text)) else text
     scheme, colon, rest = text.partition(":")
     return scheme.lower() + colon + rest
@@ -86,7 +87,8 @@ def _find_mistake(text: str) -> str | None:
     if not match:
         return None
     scheme = (match[1] or match[2] or match[3] or "").lower()  # each form of _LIKE_URL has its own group
-    rest = stripped[len(scheme) :].lstrip(":/")
+    after_scheme = stripped[len(scheme) :]
+    rest = after_scheme.lstrip(":/")  # bucket/key, for each of s3://bucket/key, s3:/bucket/key and s3:bucket/key
     if scheme in ("file", "local"):
         return f"a path on this machine has no scheme; give /{rest}"
     if not scheme or not rest:
@@ -94,8 +96,8 @@ def _find_mistake(text: str) -> str | None:
     corrected = f"{scheme}://{rest}"
     if stripped != text:
         return f"it is not one; did you mean {corrected} without the spaces or quotes around it?"
-    has_empty_bucket = scheme in STORES and stripped[len(scheme) :].startswith(":///")
-    if has_empty_bucket or not _URL.match(stripped):
+    has_empty_bucket = scheme in STORES and after_scheme.startswith(":///")
+    if has_empty_bucket or not _URL.match(stripped):  # for example, s3:///key or s3:/bucket/key
         return f"it is not one; did you mean {corrected}?"
     parts = rest.removesuffix("/").split("/")
     names = [part for part in parts if part not in ("", ".")]
@@ -131,11 +133,12 @@ class RemotePath(PosixPath):
             try:
                 return call(_file_system(url.partition("://")[0], os.getpid()), url)
             except FileNotFoundError as error:
+                # s3fs raises it for a missing bucket, too. Only then does its text tell more than the URL.
                 detail = f": {_error_text(error)}" if "bucket does not exist" in str(error) else ""
                 raise FileNotFoundError(f"there is no {url}{detail}") from None
             except Exception as error:
                 delay = _retry_delay(error, attempt, time.monotonic() - begin)
-                if delay is None:
+                if delay is None:  # no further attempt
                     raise StorageError(f"could not {verb} {url}: {_failure_reason(error, attempt)}") from None
             time.sleep(delay)
 
@@ -286,12 +289,13 @@ def _file_system(protocol: str, process: int) -> Any:
     # Other processes may change the storage at any time, so no listing may come from a cache.
     options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
     if PACKAGES.get(protocol) == "s3fs":
-        # `request` repeats failed requests. Repetitions of botocore and of s3fs would multiply with its own.
+        # `request` repeats failed requests. Repetitions of botocore, the package below s3fs, would multiply with its
+        # own. What the user has configured for fsspec is kept.
         user_options = conf.get(protocol, {}).get("config_kwargs", {})
         options["config_kwargs"] = {"retries": {"total_max_attempts": 1, "mode": "standard"}, **user_options}
     try:
         file_system = fsspec.filesystem(protocol, **options)
-        if hasattr(file_system, "retries"):
+        if hasattr(file_system, "retries"):  # s3fs's own repetitions
             file_system.retries = 1
         return file_system
     except ImportError:

@@ -26,7 +26,7 @@ class GuardedStream:
     def __init__(self, name: str, stream: TextIO | None, consequence: str) -> None:
         self._name = name
         self._consequence = consequence
-        self._lost_writes = 0
+        self._has_failed = False
         self._was_closed = stream is None
         self._stream = stream or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # lives as long as the process
 
@@ -34,14 +34,14 @@ class GuardedStream:
         """Write `text`; drop it if the stream fails."""
         try:
             self._stream.write(text)
-        # An ASCII locale such as LANG=C cannot encode every character.
+        # An ASCII locale such as LANG=C cannot encode every character. Write an escape such as \u4f60 in its place.
         except UnicodeEncodeError as error:
             return self.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
         except (OSError, ValueError) as error:
             self._report(error)
             return len(text)
         if text.strip():  # the stream works again, so its next failure is reported
-            self._lost_writes = 0
+            self._has_failed = False
         return len(text)
 
     def flush(self) -> None:
@@ -57,12 +57,12 @@ class GuardedStream:
             self._report(ValueError("closed"))
 
     def _report(self, error: OSError | ValueError) -> None:
-        self._lost_writes += 1
-        if self._lost_writes > 1:
+        if self._has_failed:
             return  # only the first failure is reported
-        # The ValueError of a closed stream has no short text.
-        words = (isinstance(error, OSError) and error.strerror) or "it is closed"
-        note = f"note: {NAMES[self._name]} cannot be written ({words}); {self._consequence}"
+        self._has_failed = True
+        # The ValueError of a closed stream has no `strerror`.
+        reason = getattr(error, "strerror", None) or "it is closed"
+        note = f"note: {NAMES[self._name]} cannot be written ({reason}); {self._consequence}"
         other = sys.stderr if self._name == "stdout" else sys.stdout
         with contextlib.suppress(OSError, ValueError, AttributeError):
             print(note, file=other, flush=True)
@@ -123,6 +123,7 @@ def guard_streams(consequence: str, *names: str) -> Iterator[None]:
     open_closed_streams()
     for name, stream in streams.items():
         setattr(sys, name, GuardedStream(name, stream, consequence))
+    # Only when all are replaced: the report on one stream is written to the other, which may be closed, too.
     for name in names:
         getattr(sys, name).report_closed()
     try:

@@ -52,12 +52,13 @@ class Timer:
             self._accumulate()  # events would have to be waited for, so they are read only in elapsed()
 
     def _accumulate(self) -> None:
+        """Add the stored intervals to the measured seconds, and forget them. Waits for the events of a device."""
         for begun, ended in self._intervals:
             if self._device is None:
                 self._seconds += ended - begun
             else:
                 ended.synchronize()
-                self._seconds += begun.elapsed_time(ended) / 1e3
+                self._seconds += begun.elapsed_time(ended) / 1e3  # from milliseconds
         self._intervals.clear()
 
     def elapsed(self, reset: bool = True) -> float:

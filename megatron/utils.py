@@ -27,9 +27,10 @@ def get_ltor_documents_and_position_ids(
     documents = torch.ones_like(tokens)
     documents[:, 1:] += is_eod[:, :-1].cumsum(dim=1)  # 1 + the number of end-of-document tokens before a token
     if reset_position_ids:
+        # Of 5 tokens 0 to 4, let token 2 end a document. Then `document_begins` is 0 0 0 3 0, its cummax() is the begin
+        # of each token's document, 0 0 0 3 3, and the positions become 0 1 2 0 1.
         document_begins = torch.zeros_like(tokens)
         document_begins[:, 1:] = torch.where(is_eod[:, :-1], positions[:, 1:], 0)
-        # cummax() gives each token the begin of its document.
         positions = positions - document_begins.cummax(dim=1).values
     document_ids = documents.int() if reset_attention_mask else torch.empty(0, dtype=torch.int32, device=tokens.device)
     loss_mask = torch.ones(b, s, dtype=torch.float32, device=tokens.device)

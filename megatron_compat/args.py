@@ -107,7 +107,7 @@ class Args:
             raise AttributeError(f"args.{name} of CPM-Pretrain has no value in this project: {WITHOUT_VALUE[name]}")
         from .flags.translate import settings_for
 
-        # A flag of another framework may have this name.
+        # A flag of another framework may have this name. Then name the settings to which it is translated.
         settings = settings_for(name)
         advice = f"; use {' and '.join(f'args.{each}' for each in settings)}" if settings else nearest(name, HOME)
         raise AttributeError(f"args has no attribute {name!r}{advice}")

@@ -22,7 +22,9 @@ def broadcast_with_corpora(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Broadcast a batch of `samples` samples; return it, and {"corpora": float [b, c], 1 at the corpus of each sample}.
 
-    corpora: c. Samples of a task's own data sets have no number of their corpus. They get c, which belongs to none.
+    data: batch of the first model-parallel rank; may be None on the others. corpora: c, the number of corpora.
+    sizes: shapes of the tensors, or None if the ranks do not know them, see `mpu.broadcast_data`.
+    Samples of a task's own data sets have no number of their corpus, 0 to c - 1. They get c, which belongs to none.
     """
     if data is not None and KEY not in data:
         data = {**data, KEY: torch.full((samples,), corpora)}

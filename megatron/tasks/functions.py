@@ -92,6 +92,7 @@ def _wants_counts(provider: Callable[..., Any]) -> bool:
     except (TypeError, ValueError):  # a callable without a signature
         return False
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    # A positional parameter without a default is required. *args and **kwargs, which are optional, have none either.
     return any(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters)
 
 
@@ -106,7 +107,7 @@ def parse_own_flags(add_args: Callable[[ArgumentParser], Any], argv: Sequence[st
         raise ConfigError(f"extra_args_provider adds a flag that this project has ({error}); rename it") from None
     parser = SettingsParser(add_help=False, allow_abbrev=False)
     add_args(parser)
-    if not {"-h", "--help"}.isdisjoint(argv):
+    if "-h" in argv or "--help" in argv:
         parser.print_help()
         return {}, list(argv)  # the run prints the help on the other flags later, and exits
     namespace, other_words = parser.parse_known_args(argv)
@@ -154,14 +155,15 @@ class FunctionsTask(Task):
 
     def loss(self, model: Any, batch: Any) -> Tensor:
         """Return the loss that `forward_step` computes, a scalar []. Raises ValueError if it returns no loss."""
-        batches = None if batch is None else _one_batch(batch)  # `forward_step` takes an iterator, as in Megatron-LM
+        # `forward_step` takes an iterator, as in Megatron-LM, and None on a rank that reads no data.
+        batches = None if batch is None else _one_batch(batch)
         result: Any = self.forward_step(batches, model)
         if not isinstance(result, (tuple, list)) or len(result) != 2:
             raise ValueError(
                 f"forward_step returns {describe(result)}: return (loss, anything), for example `return loss, {{}}`"
             )
         loss, named_values = result
-        if not isinstance(loss, Tensor) or loss.dim():
+        if not isinstance(loss, Tensor) or loss.dim() > 0:
             raise ValueError(f"forward_step returns {describe(loss)} as the loss: return a tensor of one number")
         self._note_unlogged_values(named_values)
         return loss

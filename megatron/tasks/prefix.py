@@ -10,14 +10,16 @@ from torch import Tensor
 def mark_prefixes(prefixes: Tensor, document_ids: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
     """Negate the document ids of prefix tokens, and set the loss mask to 0 where the label is a prefix token.
 
-    prefixes: [b, s], 1 for prefix tokens, else 0. document_ids: [b, s] or empty. loss_mask: [b, s].
+    prefixes: [b, s], 1 for prefix tokens, else 0. document_ids: [b, s], or empty if each sample is one document.
+    loss_mask: [b, s].
     Returns (document ids, loss mask), both [b, s]. The last token of a prefix keeps its loss because its label is the
     first token after the prefix.
     """
     ids = document_ids if document_ids.numel() else torch.ones_like(prefixes, dtype=torch.int32)
     in_prefix = prefixes.bool()
     label_in_prefix = torch.zeros_like(in_prefix)
-    label_in_prefix[:, :-1] = in_prefix[:, :-1] & in_prefix[:, 1:]  # the label of a token is the next token
+    # The label of a token is the next token: the prefixes 1 1 1 0 0 give 1 1 0 0 0.
+    label_in_prefix[:, :-1] = in_prefix[:, :-1] & in_prefix[:, 1:]
     # A negative document id marks a token of a prefix, to which the whole prefix attends.
     signed_ids = torch.where(in_prefix, -ids, ids)
     return signed_ids, loss_mask.masked_fill(label_in_prefix, 0.0)

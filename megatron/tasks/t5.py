@@ -51,10 +51,11 @@ def _needs_document_ids(batch: Batch, config: Config) -> bool:
     Encoder tokens would attend to padding; routers and --log-layers would count it. Padding of the decoder changes no
     other number, because no decoder token attends to later tokens.
     """
-    sides = ["encoder"]
+    sides = ["encoder"]  # those on which padding would change a number
     if config.model.num_experts is not None or config.log.log_layers:
         sides.append("decoder")
     ranks = mpu.sequence_axis().size
+    # A length that is no multiple of the ranks is padded to one, by `mpu.pad_sequence`.
     return any(batch[side].shape[1] % ranks for side in sides)
 
 
@@ -83,7 +84,7 @@ class T5(LanguageTask):
         seed = config.train.seed
         t5_tokenizer = cast(SentinelTokenizer, tokenizer)
         encoder_length = data.enc_seq_length or data.seq_length
-        decoder_length = data.dec_seq_length
+        decoder_length = data.dec_seq_length  # None: long enough for all masked spans
         specials = Specials(t5_tokenizer.eod, t5_tokenizer.pad, t5_tokenizer.sentinels, data.eod_mask_loss)
         prefixes = prefixes_of(data.paths)
         if all(map(is_triple, prefixes)):  # corpora whose spans were masked when they were written
@@ -149,6 +150,7 @@ class T5(LanguageTask):
         decoder = batch["decoder"]
         encoder_ids = _compact_ids(batch["encoder_document_ids"])
         decoder_ids = _compact_ids(batch["decoder_document_ids"])
+        # With a pipeline, decoder tokens cross all stages of the encoder, so they are sent as int32.
         inputs = (encoder, decoder.int(), encoder_ids, decoder_ids)
         if config.model.num_experts is not None:
             context_axis = mpu.context_axis()

@@ -93,7 +93,7 @@ class Tokenizer(ABC):
         for part in filter(None, any_name_pattern(marks).split(text)):  # split() may also return empty parts
             if part in marks:
                 ids.append(marks[part])
-            else:
+            else:  # with ids before it, the part follows the name of a token
                 ids += self.encode_inside(part) if ids else self.encode(part)
         return ids
 

@@ -6,7 +6,6 @@ vocabularies from tools/train_tokenizer.py. CPM's published vocabularies have no
 in the vocabulary become <unk>.
 """
 
-import itertools
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -88,7 +87,7 @@ class _CpmBase(Tokenizer):
         if byte_piece(0) in pieces:
             self._byte_ids = [pieces[byte_piece(b)] for b in range(256)]
         for b, i in enumerate(self._byte_ids):
-            self._token_bytes[i] = bytes([b])
+            self._token_bytes[i] = bytes([b])  # in place of the token's name, such as <0x0A>
 
     def _encode_plain(self, text: str) -> IdArray:
         raise NotImplementedError
@@ -152,13 +151,16 @@ class CpmVocabTokenizer(_CpmBase):
 
     def _encode_plain(self, text: str) -> IdArray:
         cut = self._cut(text).replace(" ", SPACE).replace("\n", NEWLINE)
-        words = cut.split(SEPARATOR) if cut else []  # "".split(SEPARATOR) would be [""]
-        return np.array(list(itertools.chain.from_iterable(map(self._cached_match, words))), dtype=np.int32)
+        ids: list[int] = []
+        for word in cut.split(SEPARATOR):  # an empty text gives one empty word, which has no ids
+            ids += self._cached_match(word)
+        return np.array(ids, dtype=np.int32)
 
     def _match_longest(self, word: str) -> tuple[int, ...]:
-        """Return the ids of a word: at each position those of the longest token, else of one character."""
+        """Return the ids of a word: at each position that of the longest token, else those of one character."""
         size = len(word)
         tokens = self._ordinary_tokens
+        # As in CPM, a word of more characters is a single <unk>, unless its characters can be encoded as bytes.
         if size > LONGEST_WORD and not self._byte_ids and self._unknown is not None:
             return (self._unknown,)
         ids: list[int] = []
@@ -167,7 +169,7 @@ class CpmVocabTokenizer(_CpmBase):
             end = min(size, start + self._max_token_length)
             while end > start and word[start:end] not in tokens:
                 end -= 1
-            if end > start:
+            if end > start:  # else no token begins here
                 ids.append(tokens[word[start:end]])
                 start = end
             else:

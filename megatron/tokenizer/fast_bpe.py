@@ -55,12 +55,17 @@ def byte_characters() -> dict[str, int]:
     table = {chr(byte): byte for byte in shown}
     for byte in range(256):
         if byte not in shown:
+            # len(table) - len(shown) of these bytes are in the table already: 0 for the first, which gets U+0100 = 256.
             table[chr(256 + len(table) - len(shown))] = byte
     return table
 
 
 def word_pattern(pre_tokenizer: Mapping[str, Any]) -> str:
-    """Return the regular expression with which a pre-tokenizer splits text. Raises NotPlainError for other kinds."""
+    """Return the regular expression with which a pre-tokenizer splits text. Raises NotPlainError for other kinds.
+
+    pre_tokenizer: a ByteLevel, or a sequence whose last part is a ByteLevel, as `_is_byte_bpe` ensures.
+    """
+    # `before` is [] for a single ByteLevel, and usually [Split] for a sequence, as in Llama 3.
     *before, last = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     _require(not last["add_prefix_space"], "its pre_tokenizer puts a space before a text")
     if not before:
@@ -90,10 +95,12 @@ def merge_results(model: Mapping[str, Any]) -> Iterator[str]:
     """
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
         _require(not model.get(key), f"its model has {key}")
-    known = set(byte_characters())
+    known = set(byte_characters())  # tokens that exist before the next merge
     _require(known <= model["vocab"].keys(), "its vocabulary lacks some bytes")
-    # A tokenizer that was converted from tiktoken names all pairs that make a token, one after the other.
-    for result, pairs in itertools.groupby(map(_parts, model["merges"]), key="".join):
+    merges = map(_parts, model["merges"])
+    # A tokenizer that was converted from tiktoken names all pairs that make a token, one after the other, such as
+    # (ab, c) and (a, bc). They are one group, whose key is the result "abc".
+    for result, pairs in itertools.groupby(merges, key="".join):
         _require(result not in known, f"merges of other tokens lie between two that make {result!r}")
         is_made = any(left in known and right in known for left, right in pairs)
         _require(is_made, f"it merges parts of {result!r} before it makes them")
@@ -142,11 +149,14 @@ def _check_classes(pattern: str) -> None:
     import tiktoken
     from tokenizers import Regex, pre_tokenizers
 
-    ranks = {bytes([byte]): byte for byte in range(256)}
-    names = {"(?i:[a-z])"}
+    ranks = {bytes([byte]): byte for byte in range(256)}  # no merges: the ids of a text are its bytes
+    names = {"(?i:[a-z])"}  # if case is ignored, some characters outside of ASCII are letters of this class, too
+    # For \P{L} and \S, their complements \p{L} and \s are checked.
     for category, letter in CLASS.findall(pattern):
         names.add(f"\\p{category}" if category else f"\\{letter.lower()}")
     for name in sorted(names):
+        # Each package is made to keep only the characters of the class: with invert=True, Split removes all text that
+        # does not match, and tiktoken always drops such text.
         splitter = pre_tokenizers.Split(Regex(f"{name}+"), behavior="removed", invert=True)
         expected = "".join(piece for piece, _ in splitter.pre_tokenize_str(CHARACTERS))
         encoding = tiktoken.Encoding(name, pat_str=f"{name}+", mergeable_ranks=ranks, special_tokens={})
@@ -182,9 +192,10 @@ class FastBpe:
         # Special tokens in a text are plain text here. Other added tokens are not, so that tokenizers must find them.
         added = [token["content"] for token in description["added_tokens"] if not token["special"]]
         self._added = re.compile("|".join(map(re.escape, added)) or "(?!)")
-        ranks = {}
+        ranks = {}  # bytes of a token -> its rank, which tiktoken returns in place of an id
         for rank, token in enumerate(tokens):
             ranks[bytes(byte_characters()[character] for character in token)] = rank
+        # Tables from ranks to ids, and to numbers of bytes: each character of a token stands for one byte.
         self._ids = np.array([description["model"]["vocab"][token] for token in tokens], dtype=np.int32)
         self._lengths = np.array(list(map(len, tokens)), dtype=np.int64)
         try:
@@ -253,12 +264,12 @@ class BatchEncoder:
 
     def _encode_fast(self, fast_bpe: FastBpe, texts: Sequence[str]) -> Ids:
         """Encode each text by tiktoken if it can, and all others together by `tokenizers`."""
-        fast_ids: list[NDArray[np.int32] | None] = []
+        fast_ids: list[NDArray[np.int32] | None] = []  # None where only `tokenizers` can encode the text
         slow_texts = []
         for text in texts:
             ids = None if self._slow_texts.search(text) else fast_bpe.encode(text)
             fast_ids.append(ids)
             if ids is None:
                 slow_texts.append(text)
-        slow_ids = iter(self._encode_batch(slow_texts))
+        slow_ids = iter(self._encode_batch(slow_texts))  # in the order of the texts, so next() fills each gap
         return [next(slow_ids) if ids is None else ids for ids in fast_ids]

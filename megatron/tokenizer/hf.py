@@ -268,12 +268,12 @@ class _PlainTextEncoder:
     def _parts(self, text: str, inside: bool, after_text: bool) -> Iterator[tuple[str, Any]]:
         """Yield each part of `text` and the tokenizer that encodes it."""
         cuts = [0, *(name.start() for name in self.split_pattern.finditer(text)), len(text)]
-        first_tokenizer = self._after_special if inside else self._at_start
+        tokenizer = self._after_special if inside else self._at_start
         if after_text:
-            first_tokenizer = self._after_text
-        yield text[: cuts[1]], first_tokenizer
-        for begin, end in itertools.pairwise(cuts[1:]):
-            yield text[begin:end], self._after_text
+            tokenizer = self._after_text
+        for begin, end in itertools.pairwise(cuts):
+            yield text[begin:end], tokenizer
+            tokenizer = self._after_text  # every part but the first follows other text
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
@@ -298,10 +298,10 @@ def _start_ids(tokenizer: Any, eod: int) -> tuple[int, ...]:
     """
     plain_ids = _encode(tokenizer, "a")
     full_ids = tokenizer.encode("a", add_special_tokens=True).ids
-    if full_ids[-1:] == [eod] and plain_ids[-1:] != [eod]:
+    if full_ids[-1:] == [eod] and plain_ids[-1:] != [eod]:  # would count as prepended if "a" had no ids
         full_ids = full_ids[:-1]
     # Llama 3 encodes "a" to [64], and with its post-processor to [128000, 64], so the result is (128000,).
-    for num_added in range(len(full_ids) - len(plain_ids), -1, -1):
+    for num_added in range(len(full_ids) - len(plain_ids), -1, -1):  # find the last place of plain_ids
         if full_ids[num_added : num_added + len(plain_ids)] == plain_ids:
             return tuple(full_ids[:num_added])
     return ()
@@ -310,11 +310,11 @@ def _start_ids(tokenizer: Any, eod: int) -> tuple[int, ...]:
 def _check_sibling_files(path: Path, tokenizer: Any) -> None:
     """Raise TokenizerError if tokenizer_config.json or added_tokens.json next to `path` contradict the tokenizer."""
     require_added_tokens(path, tokenizer.token_to_id)
-    settings = read_tokenizer_config(path)
     pre_tokenizer = json.loads(tokenizer.to_str())["pre_tokenizer"]
     adds_space = _adds_prefix_space(pre_tokenizer)
-    configured = settings.get("add_prefix_space")  # null leaves the choice to tokenizer.json
-    if None not in (adds_space, configured) and configured != adds_space:
+    configured = read_tokenizer_config(path).get("add_prefix_space")  # null leaves the choice to tokenizer.json
+    are_both_set = adds_space is not None and configured is not None
+    if are_both_set and configured != adds_space:
         raise TokenizerError(
             f"{path.with_name(SETTINGS)} sets add_prefix_space to {configured}, but {path.name} sets "
             f"it to {adds_space}; make the two files agree"

@@ -89,7 +89,8 @@ def check_same_ids(found: Tokenizer, expected: Tokenizer, problem: str) -> None:
         expected_text = expected.decode([i])
         found_names = {found_text, found_specials.get(i)}
         expected_names = {expected_text, expected_specials.get(i)}
-        if not (found_names & expected_names) - {None}:
+        common_names = found_names & expected_names
+        if not common_names - {None}:  # None, which stands for no name of a special token, proves nothing
             raise TokenizerError(f"{problem}: token {i} is {found_text!r}, not {expected_text!r}")
     for text in SAMPLE_TEXTS:
         if found.encode(text) != expected.encode(text):

@@ -47,6 +47,7 @@ def read_facts(content: bytes, name: str) -> ModelFacts:
     """
     facts = ModelFacts()
     try:
+        # A message may lack the fields that have their default value, such as the type of a normal piece.
         for number, value in _fields(content):
             if number == PIECES:
                 facts.types.append(int(_fields_of(value).get(TYPE, NORMAL)))
@@ -66,12 +67,13 @@ def with_rounded_scores(content: bytes, step: float) -> bytes:
     step: a power of two.
     """
     rounded = bytearray(content)
-    for number, wire, begin, end in _field_spans(content):
-        if number != PIECES or wire == VARINT:
+    for number, _, begin, end in _field_spans(content):
+        if number != PIECES:
             continue
-        for field_number, field_wire, offset, _ in _field_spans(content[begin:end]):
-            if field_number == SCORE and field_wire == FIXED32:
-                at = begin + offset
+        # A piece is a message of its own. Its score is a float of 4 bytes, which is overwritten in place.
+        for field_number, wire, offset, _ in _field_spans(content[begin:end]):
+            if field_number == SCORE and wire == FIXED32:
+                at = begin + offset  # the offset counts from the begin of the piece
                 (score,) = struct.unpack_from("<f", rounded, at)
                 struct.pack_into("<f", rounded, at, round(score / step) * step)
     return bytes(rounded)

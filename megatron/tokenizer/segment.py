@@ -86,8 +86,10 @@ def _cut_between(text: str) -> str:
     words: list[str] = []
     for i, part in enumerate(_ASCII.split(text)):
         if i % 2:  # split() puts the matches of the pattern at odd indices
-            words += list(filter(None, _NUMBER.split(part)))
+            # "v1.5+x" becomes "v1.5", "+", "x". split() also returns empty parts, which are no words.
+            words += filter(None, _NUMBER.split(part))
         else:
+            # White space is a word, "\r\n" a single one. Of other text, such as punctuation, each character is a word.
             for j, piece in enumerate(_SPACE.split(part)):
                 words += [piece] if j % 2 else list(piece)
     return SEPARATOR.join(words)
@@ -99,7 +101,8 @@ def _find_ties(hmm: Any) -> set[str]:
     # HMM states: S a word of one character, B the begin and E the end of a longer word.
     begin = hmm.emit_P["B"]
     end = hmm.emit_P["E"]
-    # Scores as two words minus scores as one word, of the first and of the second character.
+    # The HMM compares the string ab as two words with ab as one word. The difference of the scores is the sum
+    # gap + first[a] + second[b], with a gap of `_transition_gaps`. If the sum is almost 0, ab is a tie.
     first = {}
     second = {}
     for char, score in hmm.emit_P["S"].items():
@@ -108,11 +111,11 @@ def _find_ties(hmm: Any) -> set[str]:
         if char in end:
             second[char] = score - end[char]
     chars = sorted(second, key=second.__getitem__)
-    values = np.array([second[char] for char in chars])
+    values = np.array([second[char] for char in chars])  # in ascending order, for a binary search
     ties: set[str] = set()
     for gap in _transition_gaps(hmm):
         for char, value in first.items():
-            # The strings with gap + value + second[other] between -margin and margin.
+            # Find each `other` for which the sum gap + value + second[other] lies between -margin and margin.
             center = -gap - value
             low, high = values.searchsorted([center - margin, center + margin])
             ties.update(char + other for other in chars[low:high])
@@ -120,21 +123,26 @@ def _find_ties(hmm: Any) -> set[str]:
 
 
 def _transition_gaps(hmm: Any) -> Iterator[float]:
-    """Yield how much better the transitions of two words are than those of one, for all neighbours of the two."""
+    """Yield how much better the transitions of two words are than those of one, for all neighbours of the two.
+
+    As two words, two characters have the states S S; as one word, B E.
+    """
     trans = hmm.trans_P
     from_single = trans["S"]
     from_end = trans["E"]
-    never = hmm.MIN_FLOAT
-    # Before the two characters: the begin of the text, or the state of the last character of a word.
+    # From the neighbour before to S, minus that to B. The neighbour is the begin of the text, or a character that ends
+    # a word (E) or is one (S).
     before = [hmm.start_P["S"] - hmm.start_P["B"]]
     for state in (from_end, from_single):
         before.append(state["S"] - state["B"])
-    # After them: the end of the text, or the state of the first character of a word.
+    # From S to the neighbour after, minus that from E. The neighbour is the end of the text, or a character that begins
+    # a word (B) or is one (S).
     after = [0.0]
-    for name in "BS":
-        after.append(from_single.get(name, never) - from_end.get(name, never))
+    for state_after in ("B", "S"):
+        after.append(from_single[state_after] - from_end[state_after])
     for left in before:
         for right in after:
+            # Within the two characters: from S to S, minus from B to E.
             yield left + right + from_single["S"] - trans["B"]["E"]
 
 
@@ -182,27 +190,30 @@ class _RjiebaSegmenter:
         return char in _LETTERS or _HAN.match(char) is not None
 
     def _cut_plain(self, text: str) -> Iterator[str]:
-        """Segment text that matches no pattern in `_doubtful`; yield its words."""
-        parts = _HAN.split(text)  # even indices: other text, maybe empty; odd indices: sequences of Han characters
-        if len(parts) == 1:
+        """Segment text without a match of `_doubtful`; yield groups of its words, each with SEPARATOR between words."""
+        # For "ok你好": ["ok", "你好", ""], Han characters at odd indices and other text, maybe empty, at even indices.
+        parts = _HAN.split(text)
+        if len(parts) == 1:  # no Han characters
             if text:
                 yield _cut_between(text)
             return
-        between = parts[::2]
+        between = parts[::2]  # between[i] comes before blocks[i]; the last one comes after the last block
         blocks = parts[1::2]
-        # One call segments all blocks, one per line.
-        cut_blocks = SEPARATOR.join(self._cut_han("\n".join(blocks))).split(f"{SEPARATOR}\n{SEPARATOR}")
+        # One call segments all blocks, one per line. It returns each line break as a word.
+        words = self._cut_han("\n".join(blocks))
+        cut_blocks = SEPARATOR.join(words).split(f"{SEPARATOR}\n{SEPARATOR}")
         doubtful: list[tuple[int, int]] = []
-        position = 0
-        # Not strict: `between` also has the text after the last block.
-        for cut_block, block, before, after in zip(cut_blocks, blocks, between, between[1:], strict=False):
-            position += len(before)
-            if self._could_differ(cut_block, before, after):
-                doubtful.append((position, position + len(block)))
-            position += len(block)
+        position = 0  # in `text`
+        for i, block in enumerate(blocks):
+            position += len(between[i])
+            end = position + len(block)
+            if self._could_differ(cut_blocks[i], between[i], between[i + 1]):
+                doubtful.append((position, end))
+            position = end
         if doubtful:
             yield from self._cut_around(text, doubtful)
             return
+        # No block follows the last text, so an empty one takes its place.
         for between_text, cut_block in zip(between, [*cut_blocks, ""], strict=True):
             if between_text:
                 yield _cut_between(between_text)

@@ -86,8 +86,9 @@ class SentencePieceTokenizer(Tokenizer):
         content = path.read_bytes()
         self.facts = read_facts(content, model_file)
         eod = self._find_id(EOD)
-        self.eod = self._sp.eos_id() if eod is None else eod
+        self.eod = self._sp.eos_id() if eod is None else eod  # eos_id() is -1 for a model without </s>
         self.settings = read_tokenizer_config(path)
+        # Those of the `.model` alone, which tokenizer_config.json may change.
         file_defaults = (self.start, self.eod)
         self._apply_settings(path)
         if self.eod < 0:
@@ -237,12 +238,13 @@ class SentencePieceTokenizer(Tokenizer):
         # The pattern matches at a place inside each name. Cut there, so that no part contains a whole name.
         places = split_name_pattern(self._name_symbols).finditer(text)
         cuts = [0, *(place.start() for place in places), len(text)]
+        first_part = text[: cuts[1]]  # the whole text if it contains no names
         model_adds_space = self._sp.normalize("a") != "a"
         # Only a part at the start of a text, or after a special token, may get the space that the model prepends.
         if after_text and model_adds_space:
-            ids: list[int] = self._no_prefix_model.encode(text[: cuts[1]])
+            ids: list[int] = self._no_prefix_model.encode(first_part)
         else:
-            ids = super().encode_content(text[: cuts[1]], inside)
+            ids = super().encode_content(first_part, inside)
         for begin, end in itertools.pairwise(cuts[1:]):
             ids += self._no_prefix_model.encode(text[begin:end])
         return ids

@@ -26,19 +26,23 @@ class SentinelTokenizer(Tokenizer):
         self.eod = tokenizer.eod
         self.start = tokenizer.start
         self._prefix = "extra_id_" if convention == "t5" else "s_"
-        own_ids = own_sentinels(tokenizer, convention)
         # Without a padding token in `tokenizer`, padding gets the first new id, and sentinels the following ones.
         self.pad = tokenizer.specials.get("<pad>", tokenizer.vocab_size)
         size = max(tokenizer.vocab_size, self.pad + 1)
-        if own_ids and len(own_ids) < count:
-            raise ValueError(
-                f"the tokenizer has only {len(own_ids)} sentinels; set --num-sentinels to at most {len(own_ids)}"
-            )
-        new_ids = list(range(size, size + count))
-        if convention == "t5":
-            new_ids.reverse()
-        self.sentinels = own_ids[:count] or tuple(new_ids)
-        self.vocab_size = size if own_ids else size + count
+        own_ids = own_sentinels(tokenizer, convention)
+        if own_ids:
+            if len(own_ids) < count:
+                raise ValueError(
+                    f"the tokenizer has only {len(own_ids)} sentinels; set --num-sentinels to at most {len(own_ids)}"
+                )
+            self.sentinels = own_ids[:count]
+        else:
+            new_ids = list(range(size, size + count))
+            size += count
+            if convention == "t5":
+                new_ids.reverse()
+            self.sentinels = tuple(new_ids)
+        self.vocab_size = size
         self.specials = {**tokenizer.specials, "<pad>": self.pad}
         self.decoder_start = self.pad if convention == "t5" else self.sentinels[0]
         self._number = {id_: i for i, id_ in enumerate(self.sentinels)}
@@ -49,13 +53,14 @@ class SentinelTokenizer(Tokenizer):
         Raises ValueError if the number of a sentinel is not below `count`.
         """
         ids: list[int] = []
-        start = 0
+        start = 0  # of the text after the previous sentinel
         for mark in SENTINEL.finditer(text):
             number = int(mark[1])
             if number >= self.count:
                 raise ValueError(f"the text contains {mark[0]}, but the model has only sentinels 0 to {self.count - 1}")
             sentinel = self.sentinels[number]
-            end = mark.start()
+            end = mark.start()  # of the text before this sentinel
+            # Some sentinels absorb the white space before or after them, so it belongs to no text.
             if sentinel in self.base.lstrip_ids:
                 end = len(text[:end].rstrip(WHITE_SPACE))
             ids += self._encode_between(text, start, end)

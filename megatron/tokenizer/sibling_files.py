@@ -64,6 +64,7 @@ def role_name(path: Path, key: str, roles: Mapping[str, Any]) -> str | None:
     Raises TokenizerError if the value is neither a string nor a token object.
     """
     token = roles.get(key)
+    # A token is its name, or an object with the name under "content". An object without it stays one and is refused.
     name = token.get("content", token) if isinstance(token, dict) else token
     if name is not None and not isinstance(name, str):
         raise TokenizerError(f"{path.with_name(SETTINGS)}: {key} is {name!r}, which is not a token name")
@@ -78,6 +79,7 @@ def read_roles(path: Path) -> dict[str, Any]:
     settings = read_tokenizer_config(path)
     if "added_tokens_decoder" not in settings:
         settings |= _read_beside(path, TOKENS_MAP)
+    # add_bos_token and the like are booleans, not tokens.
     roles = {key: token for key, token in settings.items() if key.endswith("_token") and not key.startswith("add_")}
     for key in ("extra_special_tokens", "model_specific_special_tokens"):  # with user-defined roles, such as eot_token
         named = settings.get(key)
@@ -144,6 +146,7 @@ def read_added_tokens(path: Path) -> dict[str, int]:
     Raises TokenizerError if added_tokens_decoder in tokenizer_config.json is malformed.
     """
     added = _read_beside(path, "added_tokens.json")
+    # added_tokens.json has names -> ids, but added_tokens_decoder ids -> tokens: {"0": {"content": "<s>"}}.
     listed = read_tokenizer_config(path).get("added_tokens_decoder") or {}
     malformed = TokenizerError(f"{path.with_name(SETTINGS)}: added_tokens_decoder must map ids to tokens")
     if not isinstance(listed, dict):

@@ -27,7 +27,7 @@ def is_bug(error: BaseException) -> bool:
 
 def exit_with_error(error: BaseException, config: Config | None, exit_code: int) -> NoReturn:
     """Print the error with which a run ends, and end the process. exit_code: 2 for a mistake on the command line."""
-    # All ranks get the same flags, so they find the same mistake.
+    # All ranks get the same flags, so they find the same mistake. But RANK may be impossible on one rank only.
     has_wrong_flags = exit_code == 2 and not isinstance(error, ImpossibleRanks)
     on_all_ranks = has_wrong_flags or isinstance(error, (RunError, MissingInputs, KeyboardInterrupt))
     print_error(error, config, on_all_ranks)

@@ -51,7 +51,9 @@ class TimeLeft:
         if self._first is None:
             self._first = done, now
         first_done, first_time = self._first
-        sample_seconds = (now - first_time) / (done - first_done) if done > first_done else seconds
+        sample_seconds = seconds
+        if done > first_done:  # not for the first log line, from which the time is measured
+            sample_seconds = (now - first_time) / (done - first_done)
         return (total - done) * sample_seconds
 
 
@@ -71,6 +73,7 @@ def training_line(
     """
     norm = math.inf if row["grad_norm"] is None else row["grad_norm"]  # a file has null for infinity
     layers = row.get("layers", {}).values()
+    # Both values of a layer are None before the first step that was not skipped.
     imbalances = [layer["imbalance"] for layer in layers if layer.get("imbalance") is not None]
     dead_experts = sum(layer.get("dead_experts") or 0 for layer in layers)
     columns = [

@@ -26,7 +26,7 @@ def evaluate(run: Run, part: str) -> float | None:
         return None
     iteration = run.state.iteration
     total: defaultdict[str, float] = defaultdict(float)
-    rows = []
+    rows = []  # those of named data sets and of features, before the row of all together
     named_sets = dataset.items() if isinstance(dataset, Mapping) else [("", dataset)]  # "": a set without a name
     for name, named_set in named_sets:
         sums = _evaluate_dataset(run, named_set)

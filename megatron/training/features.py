@@ -31,7 +31,7 @@ class Features(list[Feature]):
                 feature = _load_feature(row.class_path)
                 feature.name = name
                 self.append(feature)
-        names = set(TABLE)
+        names = set(TABLE)  # of unused features, too, whose states a checkpoint may have
         if not isinstance(own, Sequence) or not all(isinstance(each, Feature) for each in own):
             raise ValueError(f"features must be a list of objects of subclasses of Feature, not {own!r}")
         for feature in own:
@@ -48,7 +48,7 @@ class Features(list[Feature]):
         with ExitStack() as stack:
             for each in self:
                 each.start(run)
-                stack.push(partial(_close_feature, each))
+                stack.push(partial(_close_feature, each))  # push(), as its functions get the error
             yield
 
     def row(self, interval: Interval) -> Entries:

@@ -34,7 +34,7 @@ def explain_fault(run: Run, fault: Fault) -> str:
     samples = fault.samples
     first_skipped = samples.iteration - fault.streak + 1
     advice = f"--skip-iterations {first_skipped}-{samples.iteration} continues past them; {LR_ADVICE} may avoid them"
-    if fault.spike:
+    if fault.spike:  # --skip-step-sigma skipped the last step, so there is nothing non-finite to find
         return (
             f"{fault.streak} steps in a row were skipped, the last one at {samples}: {fault.spike}; {advice}; a higher "
             "--skip-step-sigma accepts them"
@@ -42,15 +42,17 @@ def explain_fault(run: Run, fault: Fault) -> str:
     # The step was taken, with a loss that is not finite. Skipped steps that lower the first loss scale do not count.
     if not fault.streak and fault.min_scale is None:
         return f"the loss became {fault.loss} at {samples}, although its gradient is finite; {LR_ADVICE} may help"
-    wait_for_weights(run.engine.deepspeed)
+    wait_for_weights(run.engine.deepspeed)  # they are read below
 
     def recompute() -> None:
-        mpu.get_rng().begin(samples.iteration - 1)  # counted from 0 here
+        # Draw the same random numbers as in the failed iteration, which is counted from 0 here.
+        mpu.get_rng().begin(samples.iteration - 1)
         batches = read_batches(run.datasets[0], run.config, samples.first_sample, gas=run.num_micro_batches)
         run.engine.train_batch(batches, 0.0, run.num_micro_batches(samples.first_sample))  # with a learning rate of 0
 
     findings = gather_findings(run.engine.deepspeed.module, recompute)
-    cause = describe_findings(findings, samples.first_sample, samples.samples // mpu.get_mesh().share.size)
+    replica_samples = samples.samples // mpu.get_mesh().share.size
+    cause = describe_findings(findings, samples.first_sample, replica_samples)
     if fault.min_scale is not None:
         return (
             f"the loss scale of fp16 is at its minimum {fault.min_scale:g}, but the gradient still overflows at "
@@ -68,6 +70,7 @@ def gather_findings(model: nn.Module, recompute: Callable[[], object]) -> list[F
     first_weight = next((name for name, p in named if not _is_finite(local_shard(p))), None)
     nonfinite: set[str] = set()  # names of parameters
 
+    # A hook gets the gradient of this rank alone, before a sum over ranks spreads NaN to all of them.
     def record_nonfinite(name: str, gradient: Tensor) -> None:
         if not _is_finite(gradient):
             nonfinite.add(name)
@@ -76,7 +79,8 @@ def gather_findings(model: nn.Module, recompute: Callable[[], object]) -> list[F
     recompute()
     for hook in hooks:
         hook.remove()
-    first_gradient = next((name for name, _ in named if name in nonfinite), None)  # in the order of the model
+    # The first in the order of the model, whose last layers the backward pass visits first.
+    first_gradient = next((name for name, _ in named if name in nonfinite), None)
     return gather_objects(Finding(mpu.get_mesh().share.rank, first_weight, first_gradient))
 
 
@@ -87,11 +91,13 @@ def _is_finite(x: Tensor) -> bool:
 def describe_findings(findings: list[Finding], first_sample: int, replica_samples: int) -> str:
     """Return a clause that describes the findings, for use in a message.
 
+    For example: "the weight a.b is not finite on rank 2 (its samples: 8 to 15), and on 1 more of 4 ranks".
     findings: the findings of all ranks, in the order of ranks.
     first_sample: number of the first sample of the iteration.
     replica_samples: number of samples that each replica computes.
     """
     for kind in ("weight", "gradient"):  # a non-finite weight explains all gradients, so weights come first
+        # The attributes `weight` and `gradient` of a finding are names, or None if all values are finite.
         failing = [(rank, each) for rank, each in enumerate(findings) if getattr(each, kind)]
         if failing:
             rank, first = failing[0]  # the message describes the first rank and counts the others

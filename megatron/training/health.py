@@ -131,12 +131,13 @@ class Health:
         norms = []
         skipped = 0
         spikes: list[Spike] = []
-        values: list[Tensor | float] = []
+        values: list[Tensor | float] = []  # loss, gradient norm, loss, gradient norm, ...
         for step, _, _ in unread:
             values += [step.loss, step.grad_norm]
-        # All tensors are copied from the device at once. Then the next copied number takes the place of each tensor.
+        # Copy all tensors from the device at once, as each copy makes the host wait. The copies keep the order of
+        # `values`, so each tensor is replaced by the next copy.
         tensors = [value.double() for value in values if isinstance(value, Tensor)]
-        copies = iter(torch.stack(tensors).tolist() if tensors else [])
+        copies = iter(torch.stack(tensors).tolist() if tensors else [])  # stack() refuses an empty list
         numbers = [next(copies) if isinstance(value, Tensor) else value for value in values]
         for (step, samples, state), loss, norm in zip(unread, numbers[::2], numbers[1::2], strict=True):
             is_applied = math.isfinite(norm) and not step.skip_is_known

@@ -131,8 +131,9 @@ def _corpus_problems(task: Task, config: Config) -> Iterator[str]:
         files = [f"{prefix}.idx", f"{prefix}.bin"]
         try:
             absent = [file for file in files if not to_path(file).is_file()]
-            is_masked_corpus = bool(absent) and is_triple(prefix)  # three pairs of other names, see `cpm_triples`
-            whole = whole_of(prefix)
+            # PREFIX may also name the three pairs PREFIX_context, PREFIX_target and PREFIX_target_offset.
+            is_masked_corpus = bool(absent) and is_triple(prefix)
+            whole = whole_of(prefix)  # the corpus if PREFIX names only one of its pairs, else None
         except StorageError as error:
             yield f"--data-path {prefix}: {error}"
             continue
@@ -243,13 +244,13 @@ def check_stages(dataset: Any, config: Config, start: "Start") -> None:
         train = config.with_derived_iters(ranks, iteration, consumed).train
         remaining_iterations = max(train.train_iters - iteration, 0)
         total = config.batch_schedule(ranks).advance(consumed, remaining_iterations)
-        late_begin = next((begin for begin in begins if begin >= total), None)
-        if late_begin is not None:
-            length = "--train-samples" if train.train_samples else "--train-iters"
-            raise ValueError(
-                f"--data-stages: the stage at sample {late_begin} begins after the last of the {total} samples of "
-                f"{length} {train.train_samples or train.train_iters}; raise {length} or leave the stage out"
-            )
+        for begin in begins:
+            if begin >= total:
+                flag = "--train-samples" if train.train_samples else "--train-iters"
+                raise ValueError(
+                    f"--data-stages: the stage at sample {begin} begins after the last of the {total} samples of "
+                    f"{flag} {train.train_samples or train.train_iters}; raise {flag} or leave the stage out"
+                )
 
 
 def corpus_fingerprints(config: Config) -> dict[str, str]:

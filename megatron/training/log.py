@@ -39,7 +39,8 @@ class TrainingLog(Feature):
         self.start_time = time.perf_counter()
         self.timed_steps = 0
         self.timed_samples = 0
-        # These three methods return what was measured since their last call. Call them to discard it.
+        # These three methods return what was measured since their last call. Call them to discard it. Some engines
+        # compute `busy` from the timed parts.
         timed_parts = self.run.timers.take()
         self.run.engine.busy(timed_parts)
         self.run.engine.times()
@@ -105,8 +106,10 @@ class TrainingLog(Feature):
         summary = self.health.read()
         self.losses += summary.losses
         self.skipped += summary.skipped
-        if summary.norms or summary.skipped:
-            self.grad_norm = summary.norms[-1] if summary.norms else math.inf  # all steps overflowed
+        if summary.norms:
+            self.grad_norm = summary.norms[-1]
+        elif summary.skipped:  # the gradients of all steps overflowed
+            self.grad_norm = math.inf
         for samples, loss, median in summary.spikes:
             print_rank_0(
                 f"warning: the loss jumped to {loss:.4f} at {samples}; the median of recent losses is {median:.4f}"
@@ -126,7 +129,7 @@ class TrainingLog(Feature):
     def report(self) -> None:
         """Print a log line and write a row of metrics.jsonl. A collective that waits for the device."""
         run = self.run
-        self.check()
+        self.check()  # completes the statistics below, and ends the run if it must end
         steps = self.timed_steps
         sample_seconds = self.seconds / max(self.samples, 1)
         step_seconds = sample_seconds * self.batch_samples
@@ -136,7 +139,7 @@ class TrainingLog(Feature):
         samples = run.state.consumed_samples
         total_samples = run.batch_schedule.advance(samples, last - run.state.iteration)
         left = self.time_left.estimate(samples, total_samples, sample_seconds)
-        if "lm_loss" in row:
+        if "lm_loss" in row:  # not if flags skipped all iterations since the last log line
             print_rank_0(training_line(row, last, step_seconds, left, run.config.log.log_details))
         if run.resolved.wall_clock_breakdown and steps:
             timed_parts |= run.engine.times()
@@ -157,7 +160,8 @@ class TrainingLog(Feature):
     def _row(self) -> dict[str, Any]:
         """Return the entries of a row that every run has."""
         run = self.run
-        tokens_per_second = self.samples * sum(run.sample_shape) / self.seconds if self.seconds else 0.0
+        sample_tokens = sum(run.sample_shape)  # of a T5, encoder and decoder tokens
+        tokens_per_second = self.samples * sample_tokens / self.seconds if self.seconds else 0.0
         flops = flops_per_token(run.parameters, run.config, *run.sample_shape)
         tflops = flops * tokens_per_second / dist.get_world_size() / 1e12
         peak = device_module.peak_tflops(run.device)

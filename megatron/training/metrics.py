@@ -137,13 +137,17 @@ class MetricsWriter:
                 self._forward(writer)
 
     def _forward(self, writer: Writer) -> None:
-        """Give a writer the rows that it does not have yet. It keeps its rows while a disk is full."""
+        """Give a writer the rows that it does not have yet.
+
+        After an OSError, such as that of a full disk, a writer with the attribute retries = True keeps its rows until
+        the next call. In all other cases, an error removes the writer, which gets no more rows.
+        """
         unsent = self._unsent[writer.name]
         count = len(unsent)
         try:
             while unsent:
-                writer.write(*unsent[0])
-                del unsent[0]
+                writer.write(*unsent[0])  # the iteration and its numbers
+                del unsent[0]  # only now, so that an error keeps the row
         except Exception as error:  # services such as MLflow may raise errors of any class
             if isinstance(error, OSError) and getattr(writer, "retries", False):
                 if count == 1:  # the first failed row; later rows wait for it without another note
@@ -183,7 +187,7 @@ class MetricsWriter:
         if error is not None:
             from .complaints import end_row
 
-            self.write(end_row(error, run))
+            self.write(end_row(error, run))  # together with the lines that could not be written yet
         elif self._path is not None and self._unwritten:
             self._append_lines(self._path)
         if self._unwritten:

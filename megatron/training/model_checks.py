@@ -24,19 +24,20 @@ def check_model(model: nn.Module, task: Task, config: Config) -> None:
             f"--context-parallel-size {context_ranks}: {type(task).__name__} does not shard samples over "
             "context-parallel ranks (the tasks of GPT-2 and Llama do); leave the flag out"
         )
-    is_pipeline = _is_pipeline(model, config)
-    if is_pipeline and not hasattr(model, "_megatron_batch_fn"):
-        loss_fn_counts = getattr(cast(Any, model).loss_fn, "count_targets", None) is not None
-        if not task.makes_batches:
-            raise ValueError(
-                "no function makes the batches of the PipelineModule: set model._megatron_batch_fn to a function that "
-                "returns ((inputs of the first layer), (targets of loss_fn))"
-            )
-        if loss_fn_counts != (task.count_targets is not None):
-            raise ValueError(
-                f"set count_targets in both {type(task).__name__} and the loss_fn of its PipelineModule, or set it to "
-                "None in both: with count_targets, a loss is the sum over targets; without it, the mean"
-            )
+    if not _is_pipeline(model, config) or hasattr(model, "_megatron_batch_fn"):
+        return
+    # The task must make the batches of such a PipelineModule, and `loss_fn` computes its loss.
+    if not task.makes_batches:
+        raise ValueError(
+            "no function makes the batches of the PipelineModule: set model._megatron_batch_fn to a function that "
+            "returns ((inputs of the first layer), (targets of loss_fn))"
+        )
+    loss_fn_counts = getattr(cast(Any, model).loss_fn, "count_targets", None) is not None
+    if loss_fn_counts != (task.count_targets is not None):
+        raise ValueError(
+            f"set count_targets in both {type(task).__name__} and the loss_fn of its PipelineModule, or set it to "
+            "None in both: with count_targets, a loss is the sum over targets; without it, the mean"
+        )
 
 
 def check_declared_shards(model: nn.Module) -> None:
@@ -82,6 +83,7 @@ def _unsplit(declared: Any) -> Any:
         return replace(declared, split=False)
     if isinstance(declared, int):  # True or False, an item of `_input_pipe_partitioned`
         return False
+    # None stands for no declaration. All else is a sequence, such as the boundaries of a stage.
     return None if declared is None else tuple(map(_unsplit, declared))
 
 
@@ -98,9 +100,8 @@ def _is_pipeline(model: nn.Module, config: Config) -> bool:
             f"build it with topology=mpu.get_topology(); for --pipe-parallel-size 0, build a plain module"
         )
     ranks = mpu.get_mesh().model.size
-    topology = cast(Any, model).topology if is_pipeline else None
-    # The size of an axis that a topology does not have is 0.
-    if topology and max(topology().get_dim("model"), 1) != ranks:
+    # get_dim() returns 0 for an axis that the topology does not have.
+    if is_pipeline and max(cast(Any, model).topology().get_dim("model"), 1) != ranks:
         raise ValueError(
             f"the model is a PipelineModule whose topology does not match --model-parallel-size {ranks}: build it "
             f"with topology=mpu.get_topology(), not num_stages"

@@ -42,7 +42,7 @@ def lock(config: Config, run_dir: Path) -> list[RunLock]:
     except ValueError:
         release(locks)
         raise
-    if checkpoints_lock is None:
+    if checkpoints_lock is None:  # the folder needs no lock of its own, or cannot have one
         return locks
     locks.append(checkpoints_lock)
     if _is_inside(save_dir_of(config, run_dir), run_dir) and locks[0].notes:
@@ -87,11 +87,11 @@ def refuse_other_checkpoints(config: Config, run_dir: Path, iteration: int) -> N
     """Raise ValueError if an earlier start of this run saved a checkpoint newer than `iteration` in another folder."""
     old_dir = save_folder_of(run_dir) or run_dir / "checkpoints"
     new_dir = save_dir_of(config, run_dir)
-    newest = latest_name(old_dir) if old_dir.is_dir() else None
-    newest_iteration = (newest or "")[5:]  # without "iter_"
-    if not newest_iteration.isdigit() or old_dir.resolve() == new_dir.resolve():
+    if not old_dir.is_dir() or old_dir.resolve() == new_dir.resolve():
         return
-    if iteration < int(newest_iteration):
+    newest = latest_name(old_dir) or ""  # "" if there is no checkpoint yet
+    newest_iteration = newest[5:]  # without "iter_"
+    if newest_iteration.isdigit() and iteration < int(newest_iteration):
         raise ValueError(
             f"the run {run_dir} has its checkpoints in {old_dir} (the newest is {newest}), but this start looks for "
             f"checkpoints in {new_dir}: pass --save {old_dir} to resume the run, or another --run-dir to start a new "
@@ -101,7 +101,7 @@ def refuse_other_checkpoints(config: Config, run_dir: Path, iteration: int) -> N
 
 def _upload_tokenizer(folder: Path, copy: RemotePath, vocab_file: str) -> None:
     """Copy the files of a tokenizer into object storage, and delete those of another tokenizer there."""
-    is_same = holds_only(find_vocab_file(vocab_file), copy)
+    is_same = holds_only(find_vocab_file(vocab_file), copy)  # asked before the upload replaces that file
     for path in folder.iterdir():
         if path.is_file():
             (copy / path.name).upload(path)
@@ -119,7 +119,8 @@ def settings_to_save(given_config: Config, config: Config, checkpoint: Path | No
     config: the settings in force. checkpoint: the checkpoint from which the run starts, if any.
     """
     values = {"gas": config.train.gas, "train_iters": config.train.train_iters}
-    # After a start with the checkpoint of --load, a restart before the first save needs these flags again.
+    # ONCE resets the flags that act on a single start, such as --finetune. But after a start with the checkpoint of
+    # --load, a restart before the first save starts with it again, so it needs these flags again.
     if checkpoint is None or checkpoint.parent == save_dir_of(given_config, run_dir):
         values |= ONCE
     return with_values(given_config, values)
@@ -143,6 +144,7 @@ def write_first_files(config: Config, run_dir: Path, iteration: int) -> list[str
         settings = json.dumps(config.to_dict(), indent=2)
         write_text(run_dir / SETTINGS, settings)
         copy_tokenizer(vocab_file, run_dir)
+        # A checkpoint folder outside of the run directory gets its own copy of the tokenizer.
         save_dir = save_dir_of(config, run_dir)
         if isinstance(save_dir, RemotePath):
             _upload_tokenizer(run_dir / TOKENIZER, save_dir / TOKENIZER, vocab_file)
@@ -151,6 +153,7 @@ def write_first_files(config: Config, run_dir: Path, iteration: int) -> list[str
         metrics = run_dir / METRICS
         if iteration == 0 and metrics.is_file() and metrics.stat().st_size:
             candidates = (run_dir / f"metrics-{n}.jsonl" for n in range(1, 10**9))
+            # The first name that is free.
             old_metrics = next(path for path in candidates if not path.exists())
             os.rename(metrics, old_metrics)
             notes.append(f"this run begins at iteration 0: the metrics of the previous run were moved to {old_metrics}")

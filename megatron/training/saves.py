@@ -34,6 +34,7 @@ class Saves(Feature):
         """Complete a background save if an error ends the run and all ranks have this error, since it is collective."""
         if not self._run.saver.is_pending:
             return
+        # All ranks raise a RunError together. Without an error, nothing is done here, as `complete` follows.
         is_alone = dist.get_world_size() == 1 and isinstance(error, Exception)
         is_everywhere = is_alone or isinstance(error, RunError)
         if not is_everywhere or self._places.find_lost():
@@ -48,12 +49,13 @@ class Saves(Feature):
         run = self._run
         iteration = samples.iteration
         settings = run.config.checkpoint
-        signal, is_written = run.signals.agree(run.saver.is_pending and not run.saver.is_writing)
+        has_written = run.saver.is_pending and not run.saver.is_writing  # this rank's part of a background save
+        signal, all_have_written = run.signals.agree(has_written)
         if signal is StopSignal.SAVE_AND_STOP or due(iteration, settings.exit_interval or 0):
             run.stop = True
         # `agree` returns what the ranks reported at its previous call. So in the iteration after a save began,
-        # `is_written` is still a report from before this save.
-        if run.saver.is_pending and is_written and iteration > self._save_began + 1:
+        # `all_have_written` is still a report from before this save.
+        if run.saver.is_pending and all_have_written and iteration > self._save_began + 1:
             self._finish_save()
         is_due = signal is StopSignal.SAVE or due(iteration, settings.save_interval)
         if run.stop or is_due:
@@ -69,8 +71,10 @@ class Saves(Feature):
         if run.saver.is_pending:
             self._finish_save()
         is_done = run.state.iteration >= run.config.train.train_iters
-        is_unsaved = is_done and run.state.iteration != self._saved_iteration and run.config.checkpoint.save_at_end
-        if run.saver.failures or is_unsaved:
+        # The final state is already saved if the last iteration was one of --save-interval.
+        is_unsaved = run.state.iteration != self._saved_iteration
+        needs_final_save = is_done and is_unsaved and run.config.checkpoint.save_at_end
+        if run.saver.failures or needs_final_save:
             self._save(is_last=True)
 
     def _finish_save(self) -> None:
@@ -114,4 +118,4 @@ class Saves(Feature):
         if lost:
             raise RunError(lost.message)
         log.restart_timer()
-        self._saved_iteration = iteration
+        self._saved_iteration = iteration  # even if the save has failed: then `failures` causes another one

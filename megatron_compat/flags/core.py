@@ -67,14 +67,15 @@ def with_expert_bias(flags: Mapping[str, Any]) -> Translated | None:
     Megatron-LM adds the bias to the auxiliary loss, which its factor and BALANCING turn on.
     flags: the given flags of Megatron-LM, with their values.
     """
-    # The default of Megatron-LM. With other kinds, each flag is translated or refused on its own.
-    kind = flags.get(BALANCING, "aux_loss")
+    kind = flags.get(BALANCING, "aux_loss")  # "aux_loss" is the default of Megatron-LM
+    # With other kinds, and without the bias, each flag is translated or refused on its own.
     if flags.get(EXPERT_BIAS) is not True or kind not in ("aux_loss", "global_aux_loss", "none"):
         return None
-    if kind != "none" and flags.get("--moe-aux-loss-coeff"):
+    if kind != "none" and flags.get("--moe-aux-loss-coeff"):  # the factor is 0 by default
         return Translated({"router_balance": "bias-and-aux-loss"})
-    # Without BALANCING, the row of EXPERT_BIAS says the same.
-    return Translated({"router_balance": "bias"}) if BALANCING in flags else None
+    if BALANCING in flags:
+        return Translated({"router_balance": "bias"})
+    return None  # the row of EXPERT_BIAS has the same translation
 
 
 _NO_FP8 = Refused("the only FP8 recipe is that of --precision fp8; use this flag instead")

@@ -45,12 +45,14 @@ def notes(config: Config, foreign: Container[str], given: set[str], defaults: Ma
     """
     usual = {**USUAL, **DEFAULTS.get(defaults.get("family", ""), {})}
     # Values that the script has changed count as given, as the user has chosen the script.
-    given = given | {name for name, value in defaults.items() if usual.get(name) != value}
+    decided_by_script = {name for name, value in defaults.items() if usual.get(name) != value}
     notes_found = []
+    # None if the command line is none of Megatron-LM.
     megatron_flag = next((name for name in MEGATRON_FLAGS if name in foreign), None)
-    undecided = _undecided(config, foreign, given) if megatron_flag else {}
+    undecided = _undecided(config, foreign, given | decided_by_script) if megatron_flag else {}
     if undecided:
         flags = [format_flag(flag(name), value) for name, value in undecided.items()]
+        # Undecided positions are those of another family than GPT-2, whose default is that of Megatron-LM.
         script = " and use pretrain_gpt2.py" if "position_embedding" in undecided else ""
         notes_found.append(
             f"Megatron-LM, to which {megatron_flag} belongs, has other defaults for settings that are not given; for "
@@ -73,10 +75,11 @@ def _undecided(config: Config, foreign: Container[str], given: Container[str]) -
     """Return the settings that are not `given` and differ from Megatron-LM's defaults, with Megatron-LM's values."""
     defaults = {**USUAL, **DEFAULTS[config.model.family or "gpt2"]}
     megatron_values = dict(MEGATRON)
-    # Megatron-LM's tanh form of GELU is fused with a bias.
+    # Megatron-LM has the tanh form of GELU only where it is fused with a bias, else the erf form.
     has_no_bias = "hidden_bias" in given and not config.model.hidden_bias
     if "--no-bias-gelu-fusion" in foreign or has_no_bias:
         megatron_values["activation"] = "gelu"
+    # Leave out the values of settings that this run does not use.
     if config.data.train_data_path:
         del megatron_values["split"]
     if not config.model.num_experts or not config.model.has_aux_loss:

@@ -75,6 +75,7 @@ def warmup_iterations(config: Config, warmup: Any, ranks: int) -> Decision:
     config = config.with_derived_iters(ranks)
     if config.lr_decay_samples is None:
         return _share_of_decay(warmup, config.lr_decay_iters, "iterations")
+    # The decay is counted in samples, so count those of the first `warmup` iterations.
     return _share_of_decay(config.batch_schedule(ranks).advance(0, warmup), config.lr_decay_samples, "samples")
 
 
@@ -102,13 +103,14 @@ def virtual_pipeline(config: Config, layers: Any, ranks: int) -> Decision:
     """Translate the number of layers of a virtual stage to --pipeline-schedule interleaved --virtual-pipeline-size."""
     stages = config.parallel.stages
     total = config.model.num_layers
+    layers_per_round = stages * layers  # those of one virtual stage on each rank
     # An interleaved schedule needs at least two virtual stages on each rank.
-    if layers < 1 or total % (stages * layers) or total == stages * layers:
+    if layers < 1 or total % layers_per_round or total == layers_per_round:
         return Refused(
             f"--num-layers {total} must be a multiple of --pipe-parallel-size {stages} x {layers} layers, and larger "
             "than this product"
         )
-    return Translated({"pipeline_schedule": "interleaved", "virtual_pipeline_size": total // (stages * layers)})
+    return Translated({"pipeline_schedule": "interleaved", "virtual_pipeline_size": total // layers_per_round})
 
 
 def merge_file(config: Config, path: Any, ranks: int) -> Decision:
@@ -118,7 +120,8 @@ def merge_file(config: Config, path: Any, ranks: int) -> Decision:
     vocab = Path(config.data.vocab_file or "vocab.json").absolute()
     # In a folder, the tokenizer finds the vocabulary by these names.
     files = [vocab / "vocab.json", vocab / "gpt2-vocab.json"]
-    merges = find_merges(next(filter(Path.is_file, files), vocab))
+    vocab_file = next(filter(Path.is_file, files), vocab)  # the first that exists, else `vocab`, a file itself
+    merges = find_merges(vocab_file)
     if Path(path).resolve() == merges.resolve():
         return NoEffect("merges are always read from this file next to --vocab-file")
     return Refused(f"merges are read from {merges}; copy the file there")
@@ -129,9 +132,10 @@ def fp32_sums(config: Config, _: Any, ranks: int) -> Decision:
     from megatron.config.ds_config import read_file  # imports torch
 
     precision = config.train.precision
-    # `resolve` in that module checks the sections of the file.
+    # The second argument accepts every section, as `resolve` in that module checks the sections later.
     ds_config = read_file(config, lambda section, content: None)
     file_stage = ds_config.get("zero_optimization", {}).get("stage")
+    # None: not set there. If neither the flag nor the file sets the stage, the default is 0 or 1.
     is_low_stage = all(stage in (None, 0, 1) for stage in (config.parallel.zero_stage, file_stage))
     # DeepSpeed reduces in the dtype of the weights; with bf16 and ZeRO 0 or 1, `resolve` chooses fp32 instead.
     default_type = "fp32" if precision in ("fp32", "fp64") or is_low_stage else config.train.dtype
