@@ -23,11 +23,14 @@ ATTEMPTS = 4
 BUSY_ATTEMPTS = 3
 FIRST_WAIT = 0.5  # seconds before the second attempt; each later wait is twice as long, or 4 times after a 503
 DEADLINE = 120.0  # seconds after its beginning in which a request may be repeated
-PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub", "abfs": "adlfs"}
+PACKAGES = {
+    "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub", "abfs": "adlfs", "az": "adlfs",
+    "oci": "ocifs", "oss": "ossfs",
+}  # fmt: skip
 # Keys of `info` whose values change with an object.
 VERSION_KEYS = ("ETag", "etag", "blob_id", "md5Hash", "LastModified", "mtime", "created")
 # Kinds of object storage, whose URLs begin with a bucket or an account.
-STORES = frozenset(PACKAGES) | {"abfss", "az", "adl", "oci", "oss", "r2", "hdfs", "memory"}
+STORES = frozenset(PACKAGES) | {"abfss", "adl", "r2", "hdfs", "memory"}
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 MISSPELLED = "s3a?|gcs|gs|hdfs|s?ftp|https?|file"  # schemes that are recognized without their colon
 # Text that begins like a URL: a scheme and ":/", a kind of object storage and ":", or a scheme and "//".
@@ -299,7 +302,9 @@ def _file_system(protocol: str, process: int) -> Any:
             file_system.retries = 1
         return file_system
     except ImportError:
-        package = PACKAGES.get(protocol, f"for {protocol}:// that fsspec names")
+        if protocol not in PACKAGES:
+            raise  # the message of fsspec names the package
+        package = PACKAGES[protocol]
         raise ImportError(f"{protocol}:// needs the package {package}: {pip_install(package)}") from None
 
 

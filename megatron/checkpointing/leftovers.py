@@ -63,13 +63,14 @@ def delete_leftovers(folder: Path) -> None:
                 if not (path / INDEX).is_file():
                     delete_checkpoint(path)
         return
-    from .foreign import delete_own_files, keep_foreign
-
     for leftover in [*folder.glob("iter_*.tmp"), *folder.glob(f"{PROBE_PREFIX}*"), folder / "latest.tmp"]:
         with contextlib.suppress(OSError):  # if the folder cannot be written, the first save reports it
             if leftover.is_symlink() or not leftover.name.startswith("iter_"):  # a link, a probe or latest.tmp
                 remove(leftover)
-            elif leftover.is_file():  # no save has written it: a save writes only folders of such names
+                continue
+            from .foreign import delete_own_files, keep_foreign
+
+            if leftover.is_file():  # no save has written it: a save writes only folders of such names
                 keep_foreign(leftover)
             else:  # of a half-written checkpoint, delete what a save has written, and rename the folder for the rest
                 delete_own_files(leftover)

@@ -380,9 +380,10 @@ def test_missing_objects_buckets_and_packages_are_named(server: FaultyServer, mo
             IndexedDataset("s3://bucket/none")
     finally:
         server.faults.only_key = None
-    monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(StorageError, match="gs:// needs the package gcsfs: .*pip install gcsfs"):
-        to_path("gs://bucket/x").read_bytes()
+    for protocol, package in (("gs", "gcsfs"), ("oss", "ossfs")):
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(StorageError, match=f"{protocol}:// needs the package {package}: .*pip install {package}"):
+            to_path(f"{protocol}://bucket/x").read_bytes()
 
 
 def test_the_storage_copies_objects(bucket: str) -> None:
