@@ -14,7 +14,8 @@ SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "apply_residual_connection_post_layernorm": (False,), "apply_layernorm_1p": (False,), "squared_relu": (False,),
     "swiglu": (False,), "quick_geglu": (False,), "normalization": ("LayerNorm", "layernorm"), "qk_layernorm": (False,),
     "qk_l2_norm": (False,),
-    "use_rotary_position_embeddings": (False,), "position_embedding_type": ("learned_absolute",),
+    "use_rotary_position_embeddings": (False,),
+    "position_embedding_type": ("learned_absolute", 2),  # 2: absolute in BigScience's enum, whose members are read so
     "add_position_embedding": (True,),
     "untie_embeddings_and_output_weights": (False,), "group_query_attention": (False,),
     "multi_latent_attention": (False,),

@@ -146,7 +146,11 @@ def save_core(folder: Path, w: Mapping[str, Tensor], fused: bool) -> list[str]:
     enums = {name: enum.Enum(name, {"auto": 5}, module=f"megatron.core.{at}") for at, name in modules.items()}
     members = {name: kind(5) for name, kind in enums.items()}
     args = argparse.Namespace(
-        num_attention_heads=HEADS, use_mcore_models=True, normalization="LayerNorm", model_type=members.pop("ModelType")
+        num_attention_heads=HEADS,
+        use_mcore_models=True,
+        normalization="LayerNorm",
+        model_type=members.pop("ModelType"),
+        position_embedding_type=2,  # absolute, in BigScience's enum
     )
     for rank in range(2):
         mine = of_rank(w, rank, 2, 3)
