@@ -27,24 +27,21 @@ _RESUMES = "SIGTERM makes a run save and end, and the same command resumes it"
 _TOKENIZERS = "megatron.tokenizer.load_tokenizer(path)"
 _MASKING = "tools/preprocess_data.py --objective cpm-t5 masks spans in advance, megatron.data.t5_dataset on reading"
 
-# Module of CPM-Pretrain -> module of this project with the same names. None: no module has the same names; HOMES and
-# COUNTERPARTS list where each name is.
+# Modules of CPM-Pretrain of which no module has all names; HOMES and COUNTERPARTS list where each name is.
+_SPLIT = (
+    "megatron.arguments megatron.data.dataset_utils megatron.data.samplers megatron.fp16.fp16util "
+    "megatron.fp16.loss_scaler megatron.initialize megatron.learning_rates megatron.model.fused_bias_gelu "
+    "megatron.model.fused_softmax megatron.model.language_model megatron.package_info "
+    "megatron.tokenizer.gpt2_tokenization megatron.tokenizer.t5_tokenization megatron.tokenizer.tokenizer"
+)
+# Module of CPM-Pretrain -> module of this project with the same names; None for those of _SPLIT.
 MODULES: dict[str, str | None] = {
-    "megatron.arguments": None,
+    **dict.fromkeys(_SPLIT.split()),
     "megatron.data.T5_dataset": "megatron_compat.data",
-    "megatron.data.dataset_utils": None,
-    "megatron.data.samplers": None,
     "megatron.fp16": "megatron_compat.fp16",
     "megatron.fp16.fp16": "megatron_compat.fp16",
-    "megatron.fp16.fp16util": None,
-    "megatron.fp16.loss_scaler": None,
     "megatron.global_vars": "megatron.training.global_vars",
-    "megatron.initialize": None,
-    "megatron.learning_rates": None,
-    "megatron.model.fused_bias_gelu": None,
-    "megatron.model.fused_softmax": None,
     "megatron.model.gpt2_model": "megatron.model",
-    "megatron.model.language_model": None,
     "megatron.model.t5_model": "megatron.model",
     "megatron.model.transformer": "megatron_compat.transformer",
     "megatron.model.transformer_seq2seq": "megatron_compat.transformer",
@@ -52,10 +49,6 @@ MODULES: dict[str, str | None] = {
     "megatron.module": "megatron_compat.transformer",
     "megatron.mpu.initialize": "megatron.mpu",
     "megatron.mpu.utils": "megatron.mpu",
-    "megatron.package_info": None,
-    "megatron.tokenizer.gpt2_tokenization": None,
-    "megatron.tokenizer.t5_tokenization": None,
-    "megatron.tokenizer.tokenizer": None,
 }
 # Module of CPM-Pretrain without a replacement -> reason, shown by the ImportError.
 GONE_MODULES = {
@@ -113,13 +106,12 @@ _COUNTERPARTS = {
     },
     "megatron.data.gpt2_dataset": {"get_indexed_dataset_": _INDEXED},
     "megatron.data.dataset_utils": {
-        "build_train_valid_test_datasets": _BERT,
+        "build_train_valid_test_datasets create_tokens_and_tokentypes get_a_and_b_segments pad_and_convert_to_numpy "
+        "truncate_segments": _BERT,
         "compile_helper": GONE_MODULES["megatron.data.helpers"],
         "create_masked_lm_predictions": _MASKING,
-        "create_tokens_and_tokentypes get_a_and_b_segments": _BERT,
         "get_indexed_dataset_": _INDEXED,
         "get_train_valid_test_split_": "megatron.data.splits.split_documents(parse_split(split), documents)",
-        "pad_and_convert_to_numpy truncate_segments": _BERT,
     },
     "megatron.data.indexed_dataset": {
         "IndexedCachedDataset MMapIndexedDataset create_doc_idx data_file_path dataset_exists "

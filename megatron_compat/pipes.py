@@ -20,7 +20,7 @@ def _check_topology(topology: Any) -> None:
 class _TakesMasks:
     """Mixin for pipeline models: turns attention masks that `_megatron_batch_fn` returns into document ids."""
 
-    _script_batch_fn: BatchFunction | None = None
+    _script_batch_fn: BatchFunction  # only if the script has set one
 
     def _without_masks(self, inputs: Any) -> Any:
         raise NotImplementedError
@@ -28,10 +28,8 @@ class _TakesMasks:
     @property
     def _megatron_batch_fn(self) -> BatchFunction:
         """Function that calls the script's batch function and replaces the masks among the inputs of its batch."""
+        # Raises AttributeError if the script has set no function: the training loop asks this by `hasattr`.
         script_batch_fn = self._script_batch_fn
-        # The training loop asks `hasattr` whether the script has set a function.
-        if script_batch_fn is None:
-            raise AttributeError("_megatron_batch_fn of the model is not set")
 
         def without_masks(data: Any) -> Any:
             # A batch is (inputs, labels). The engine refuses anything else.

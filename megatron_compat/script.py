@@ -122,10 +122,9 @@ class ScriptTask(FunctionsTask):
         # Ranks that read no data get the number from the rank that does.
         num_targets = None
         if data is not None:
-            count = self._count_batch(data, config)
-            num_targets = {"targets": count.long().view(1)}
-        broadcast = mpu.broadcast_data(["targets"], num_targets, torch.int64, sizes={"targets": (1,)})
-        return _CountedBatch(data, broadcast["targets"].view(()).double())
+            num_targets = {"targets": self._count_batch(data, config)}
+        broadcast = mpu.broadcast_data(["targets"], num_targets, torch.int64, sizes={"targets": ()})
+        return _CountedBatch(data, broadcast["targets"].double())
 
     checked_batch = batch
 
@@ -137,7 +136,10 @@ class ScriptTask(FunctionsTask):
 
 
 def _target_counter(dataset: Any) -> Callable[[Batch, Config], Tensor] | None:
-    """Return a function that counts the target tokens of a micro-batch; None if `dataset` is a custom data set."""
+    """Return a function that counts the target tokens of a micro-batch, as an int64 scalar.
+
+    Returns None if `dataset` is a custom data set.
+    """
     if isinstance(dataset, T5Samples):
         return _t5_targets
     # A blend of several corpora has one data set for each.
@@ -155,10 +157,10 @@ def _gpt2_targets(data: Batch, config: Config) -> Tensor:
         reset_attention_mask=False,
         eod_mask_loss=config.data.eod_mask_loss,
     )
-    return loss_mask.sum(dtype=torch.float64)
+    return loss_mask.sum(dtype=torch.int64)
 
 
 def _t5_targets(data: Batch, config: Config) -> Tensor:
     tokenizer: Any = get_tokenizer()
     is_target: Tensor = (data["targets"] != tokenizer.eod) & (data["labels"] != tokenizer.pad)
-    return is_target.sum(dtype=torch.float64)
+    return is_target.sum()

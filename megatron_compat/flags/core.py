@@ -15,9 +15,11 @@ from .outcomes import (
     Refused,
     Row,
     Translated,
+    no_effect,
     only,
     refer_to_json,
-    same_value,
+    refused,
+    renamed,
     user_value,
 )
 
@@ -81,7 +83,7 @@ def with_expert_bias(flags: Mapping[str, Any]) -> Translated | None:
 _NO_FP8 = Refused("the only FP8 recipe is that of --precision fp8; use this flag instead")
 
 ROWS = (
-    Row("--tensor-model-parallel-size --tensor-parallel-size --tp-size", same_value("model_parallel_size"), int),
+    renamed("--tensor-model-parallel-size --tensor-parallel-size --tp-size", "model_parallel_size", int),
     Row(
         "--pipeline-model-parallel-size --pipeline-parallel-size --pp-size",
         Translated(
@@ -90,7 +92,7 @@ ROWS = (
         ),
         int,
     ),
-    Row("--cp-size", same_value("context_parallel_size"), int),
+    renamed("--cp-size", "context_parallel_size", int),
     Row(
         "--num-virtual-stages-per-pipeline-rank --virtual-pipeline-model-parallel-size",
         Translated({"pipeline_schedule": "interleaved", "virtual_pipeline_size": user_value}),
@@ -102,19 +104,19 @@ ROWS = (
         STAGE_SPLIT,
         str,
     ),
-    Row(
+    no_effect(
         "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
-        NoEffect("--partition-method balanced always counts the work of the embedding and the loss"),
+        "--partition-method balanced always counts the work of the embedding and the loss",
     ),
     Row("--expert-model-parallel-size", _expert_setting("expert_parallel_size", user_value), int),
-    Row(
+    no_effect(
         "--expert-tensor-parallel-size",
-        NoEffect("experts are always split over --model-parallel-size ranks, which does not change the loss"),
+        "experts are always split over --model-parallel-size ranks, which does not change the loss",
         int,
     ),
     Row("--moe-router-topk", _expert_setting("experts_per_token", user_value), int),
     Row("--moe-ffn-hidden-size", _expert_setting("expert_ff_hidden_size", user_value), int),
-    Row("--moe-shared-expert-intermediate-size", Refused("give --num-shared-experts, each as wide as an expert"), int),
+    refused("--moe-shared-expert-intermediate-size", "give --num-shared-experts, each as wide as an expert", int),
     Row("--moe-layer-freq", _expert_setting("moe_layer_frequency", _layer_words), str),
     Row(
         "--moe-router-score-function",
@@ -156,20 +158,20 @@ ROWS = (
         ),
         str,
     ),
-    Row("--moe-aux-loss-coeff", same_value("router_aux_loss"), float),
+    renamed("--moe-aux-loss-coeff", "router_aux_loss", float),
     Row("--moe-z-loss-coeff", _expert_setting("router_z_loss", user_value), float),
-    Row("--moe-input-jitter-eps", same_value("router_jitter"), float),
+    renamed("--moe-input-jitter-eps", "router_jitter", float),
     Row(EXPERT_BIAS, Translated({"router_balance": "bias"})),
-    Row("--moe-router-bias-update-rate", same_value("router_bias_rate"), float),
+    renamed("--moe-router-bias-update-rate", "router_bias_rate", float),
     Row("--moe-expert-capacity-factor", _DROPLESS, float),
     Row("--moe-pad-expert-input-to-capacity", _DROPLESS),
     Row("--moe-router-dtype", only("fp32", "routers compute in fp32"), str),
     Row("--use-torch-fsdp2 --use-megatron-fsdp", _SHARED_WEIGHTS),
-    Row("--cp-comm-type", NoEffect("context parallelism always all-gathers keys and values"), list),
+    no_effect("--cp-comm-type", "context parallelism always all-gathers keys and values", list),
     Row("--optimizer-cpu-offload", refer_to_json("zero_optimization", "offload_optimizer")),
-    Row(
+    refused(
         "--cpu-offloading-num-layers",
-        Refused("use --offload-activations, which offloads the activations of all layers"),
+        "use --offload-activations, which offloads the activations of all layers",
         int,
     ),
     Row(
@@ -178,29 +180,29 @@ ROWS = (
         SAME_LOSS,
     ),
     Row("--cross-entropy-fusion-impl --moe-token-dispatcher-type", SAME_LOSS, str),
-    Row("--use-precision-aware-optimizer", NoEffect("--exp-avg-dtype and --exp-avg-sq-dtype need no other flag")),
-    Row("--calculate-per-token-loss", NoEffect("the loss is always the mean over all target tokens")),
-    Row("--no-check-for-nan-in-loss-and-grad", Refused("steps with a NaN or Inf gradient are always skipped")),
+    no_effect("--use-precision-aware-optimizer", "--exp-avg-dtype and --exp-avg-sq-dtype need no other flag"),
+    no_effect("--calculate-per-token-loss", "the loss is always the mean over all target tokens"),
+    refused("--no-check-for-nan-in-loss-and-grad", "steps with a NaN or Inf gradient are always skipped"),
     Row("--fp8-format --fp8-recipe", _NO_FP8, str),
     Row("--fp8-param-gather", _NO_FP8),
     Row("--lr-warmup-init", only("0.0", "the warmup of the learning rate always starts from 0"), float),
-    Row("--mock-data", Refused("give --data-path; to try a run, preprocess corpus/sample.jsonl")),
-    Row(
+    refused("--mock-data", "give --data-path; to try a run, preprocess corpus/sample.jsonl"),
+    refused(
         "--data-args-path --per-split-data-args-path",
-        Refused("name corpora with --data-path, or with --train-data-path, --valid-data-path and --test-data-path"),
+        "name corpora with --data-path, or with --train-data-path, --valid-data-path and --test-data-path",
         str,
     ),
-    Row("--no-mmap-bin-files", NoEffect(".bin and .idx files are always memory-mapped")),
-    Row("--no-create-attention-mask-in-dataloader", NoEffect("samples never contain attention masks")),
+    no_effect("--no-mmap-bin-files", ".bin and .idx files are always memory-mapped"),
+    no_effect("--no-create-attention-mask-in-dataloader", "samples never contain attention masks"),
     Row("--pretrained-checkpoint", Translated({"load": user_value, "finetune": True}), str),
-    Row("--use-checkpoint-args", Refused("pass --config with the config.json of the run that wrote the checkpoint")),
-    Row("--ckpt-step", Refused("name the checkpoint itself, as in --load runs/mine/checkpoints/iter_0000200"), int),
+    refused("--use-checkpoint-args", "pass --config with the config.json of the run that wrote the checkpoint"),
+    refused("--ckpt-step", "name the checkpoint itself, as in --load runs/mine/checkpoints/iter_0000200", int),
     Row("--ckpt-format --dist-ckpt-format", _ONE_FORMAT, str),
     Row(
         "--use-dist-ckpt --auto-detect-ckpt-format --ckpt-fully-parallel-save --ckpt-fully-parallel-load "
         "--ckpt-assume-constant-structure",
         _ONE_FORMAT,
     ),
-    Row("--log-throughput", NoEffect("the throughput is always logged")),
+    no_effect("--log-throughput", "the throughput is always logged"),
     Row("--timing-log-level --timing-log-option", TIMINGS, str),
 )

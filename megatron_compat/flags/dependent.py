@@ -1,10 +1,11 @@
 """Translation of other frameworks' flags whose meaning depends on other settings.
 
 Each function takes the settings of the run, as they are without the flag, the flag's value and the number of ranks. It
-returns the flag's outcome: settings of this project, no effect, or a refusal.
+returns the flag's outcome: settings of this project, no effect, or a refusal. The table binds the first parameter of
+`in_samples`, `setting`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,18 +51,14 @@ def rampup(config: Config, words: Any, ranks: int) -> Decision:
     return Translated({"batch_size_schedule": " ".join(f"{begin}_samples:{size}" for begin, size in sizes.items())})
 
 
-def in_samples(setting: str) -> Callable[[Config, Any, int], Decision]:
-    """Return a function that translates a number of tokens to a number of samples, the value of `setting`."""
-
-    def translate(config: Config, tokens: Any, ranks: int) -> Decision:
-        length = config.data.seq_length
-        if config.is_t5:
-            return Refused(f"a t5's tokens per sample follow from its data; give {flag(setting)}")
-        if tokens < length:
-            return Refused(f"the value is less than one sample of --seq-length {length} tokens")
-        return Translated({setting: tokens // length}, f"a sample has {length} tokens")
-
-    return translate
+def in_samples(setting: str, config: Config, tokens: Any, ranks: int) -> Decision:
+    """Translate a number of tokens to a number of samples, the value of `setting`."""
+    length = config.data.seq_length
+    if config.is_t5:
+        return Refused(f"a t5's tokens per sample follow from its data; give {flag(setting)}")
+    if tokens < length:
+        return Refused(f"the value is less than one sample of --seq-length {length} tokens")
+    return Translated({setting: tokens // length}, f"a sample has {length} tokens")
 
 
 def _share_of_decay(warmup: Any, total: int, unit: str) -> Decision:

@@ -89,14 +89,29 @@ def same_value(setting: str, note: str = "") -> Translated:
     return Translated({setting: user_value}, note)
 
 
+def renamed(names: str, setting: str, value_type: type) -> Row:
+    """Return a row of flags that are other names of the flag of `setting`: they keep the value unchanged."""
+    return Row(names, same_value(setting), value_type)
+
+
 def only(value: str, reason: str) -> ByValue:
     """Return an outcome that accepts only `value`, which this project always uses; `reason` says so."""
     return ByValue({value: NoEffect(reason)}, Refused(reason))
 
 
+def no_effect(names: str, reason: str, value_type: type | None = None) -> Row:
+    """Return a row of flags without effect in this project; `reason` is the text that the user is shown."""
+    return Row(names, NoEffect(reason), value_type)
+
+
 def refer_to_json(section: str, key: str) -> Refused:
     """Return a refusal that advises setting `section.key` in DeepSpeed's JSON file."""
     return Refused(f'write "{section}": {{"{key}": ...}} in --deepspeed-config')
+
+
+def refused(names: str, advice: str, value_type: type | None = None) -> Row:
+    """Return a row of flags without a counterpart in this project; `advice` is the text that the user is shown."""
+    return Row(names, Refused(advice), value_type)
 
 
 SAME_LOSS = NoEffect(

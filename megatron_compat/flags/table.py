@@ -6,6 +6,7 @@
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from . import core as foreign_core
@@ -32,8 +33,11 @@ from .outcomes import (
     Refused,
     Row,
     Translated,
+    no_effect,
     only,
     refer_to_json,
+    refused,
+    renamed,
     same_value,
     user_value,
 )
@@ -58,7 +62,7 @@ def counted_from_1(words: Any) -> list[str]:
 
 MEGATRON = (
     # layout and batch
-    Row("--micro-batch-size", same_value("batch_size"), int),
+    renamed("--micro-batch-size", "batch_size", int),
     Row("--global-batch-size", foreign_keys.GLOBAL_BATCH, int),
     Row(
         "--rampup-batch-size",
@@ -84,40 +88,40 @@ MEGATRON = (
     ),
     Row("--standalone-embedding-stage", foreign_core.STAGE_SPLIT),
     Row("--use-distributed-optimizer", Translated({"zero_stage": 1})),
-    Row("--zero-reduce-scatter --zero-contigious-gradients", NoEffect("DeepSpeed always does this")),
+    no_effect("--zero-reduce-scatter --zero-contigious-gradients", "DeepSpeed always does this"),
     Row("--zero-reduce-bucket-size", refer_to_json("zero_optimization", "reduce_bucket_size"), int),
     Row("--zero-allgather-bucket-size", refer_to_json("zero_optimization", "allgather_bucket_size"), int),
     Row("--cpu-optimizer", refer_to_json("zero_optimization", "offload_optimizer")),
-    Row("--cpu_torch_adam", NoEffect("on CPUs, the optimizer is always torch's")),
-    Row("--distributed-backend", NoEffect("the device determines the backend, NCCL for GPUs and gloo for CPUs"), str),
-    Row("--tp-comm-overlap", NoEffect("matmuls and their communication are separate kernels")),
-    Row("--DDP-impl", NoEffect("--overlap-grad-reduce sets how replicas reduce gradients"), str),
-    Row("--no-contiguous-buffers-in-local-ddp", NoEffect("--overlap-grad-reduce sets how replicas reduce gradients")),
-    Row(
+    no_effect("--cpu_torch_adam", "on CPUs, the optimizer is always torch's"),
+    no_effect("--distributed-backend", "the device determines the backend, NCCL for GPUs and gloo for CPUs", str),
+    no_effect("--tp-comm-overlap", "matmuls and their communication are separate kernels"),
+    no_effect("--DDP-impl", "--overlap-grad-reduce sets how replicas reduce gradients", str),
+    no_effect("--no-contiguous-buffers-in-local-ddp", "--overlap-grad-reduce sets how replicas reduce gradients"),
+    no_effect(
         "--no-scatter-gather-tensors-in-pipeline",
-        NoEffect("the flag does not change the loss; each rank always sends only its slice of a tensor"),
+        "the flag does not change the loss; each rank always sends only its slice of a tensor",
     ),
-    Row("--empty-unused-memory-level", NoEffect("a run never releases the memory that torch's allocator caches"), int),
-    Row("--manual-gc --no-manual-gc-eval", NoEffect("--manual-gc-interval sets when garbage is collected")),
-    Row(
+    no_effect("--empty-unused-memory-level", "a run never releases the memory that torch's allocator caches", int),
+    no_effect("--manual-gc --no-manual-gc-eval", "--manual-gc-interval sets when garbage is collected"),
+    refused(
         "--lazy-mpu-init",
-        Refused("process groups are always created after all ranks have joined; leave this flag out"),
+        "process groups are always created after all ranks have joined; leave this flag out",
         str,
     ),
-    Row(
+    no_effect(
         "--use-cpu-initialization",
-        NoEffect("initial weights depend on --seed and the parameter names, not on the device"),
+        "initial weights depend on --seed and the parameter names, not on the device",
     ),
     Row("--deepscale", _ALWAYS),
     Row("--deepspeed", ByValue({"True": _ALWAYS}, same_value("deepspeed_config")), object),
-    Row("--deepspeed_config --deepscale_config", same_value("deepspeed_config"), str),
-    Row("--deepspeed_mpi", Refused("start the ranks with tools/launch.py, torchrun or deepspeed")),
+    renamed("--deepspeed_config --deepscale_config", "deepspeed_config", str),
+    refused("--deepspeed_mpi", "start the ranks with tools/launch.py, torchrun or deepspeed"),
     # model
-    Row("--ffn-hidden-size", same_value("ff_hidden_size"), int),
-    Row("--kv-channels", same_value("kv_hidden_size"), int),
-    Row("--encoder-num-layers", same_value("num_layers"), int),
-    Row("--decoder-num-layers", same_value("num_decoder_layers"), int),
-    Row("--norm-epsilon", same_value("layernorm_epsilon"), float),
+    renamed("--ffn-hidden-size", "ff_hidden_size", int),
+    renamed("--kv-channels", "kv_hidden_size", int),
+    renamed("--encoder-num-layers", "num_layers", int),
+    renamed("--decoder-num-layers", "num_decoder_layers", int),
+    renamed("--norm-epsilon", "layernorm_epsilon", float),
     Row(
         "--disable-bias-linear",
         Translated(
@@ -128,17 +132,17 @@ MEGATRON = (
     ),
     Row("--untie-embeddings-and-output-weights", Translated({"tie_embeddings": False})),
     Row("--openai-gelu", Translated({"activation": "gelu-tanh"})),
-    Row("--num-unique-layers --param-sharing-style", Refused("layers do not share weights"), str),
-    Row("--apply-residual-connection-post-layernorm", Refused("norms always come before attention and MLP (pre-LN)")),
-    Row("--bert-no-binary-head", Refused("there is no BERT model")),
-    Row("--onnx-safe", Refused("export to Hugging Face with tools/convert_checkpoint.py, and from there to ONNX"), str),
-    Row(
+    refused("--num-unique-layers --param-sharing-style", "layers do not share weights", str),
+    refused("--apply-residual-connection-post-layernorm", "norms always come before attention and MLP (pre-LN)"),
+    refused("--bert-no-binary-head", "there is no BERT model"),
+    refused("--onnx-safe", "export to Hugging Face with tools/convert_checkpoint.py, and from there to ONNX", str),
+    refused(
         "--init-method-xavier-uniform --data-parallel-random-init",
-        Refused("weights are drawn from a normal distribution; see --init-method-std"),
+        "weights are drawn from a normal distribution; see --init-method-std",
     ),
     Row("--attention-backend", SAME_LOSS, str),
-    Row("--use-mcore-models", NoEffect("each model has one implementation")),
-    Row("--transformer-impl", NoEffect("each model has one implementation"), str),
+    no_effect("--use-mcore-models", "each model has one implementation"),
+    no_effect("--transformer-impl", "each model has one implementation", str),
     # Llama
     Row("--num-query-groups", same_value("num_key_value_heads", "Megatron-LM needs group_query_attention, too"), int),
     Row("--group-query-attention", Translated({}, "Megatron-LM's default is one group", {"num_key_value_heads": 1})),
@@ -150,13 +154,13 @@ MEGATRON = (
             {"ff_hidden_size": gated_width},
         ),
     ),
-    Row(
+    refused(
         "--squared-relu --quick-geglu",
-        Refused("this activation is not supported; see --activation for the supported ones"),
+        "this activation is not supported; see --activation for the supported ones",
     ),
-    Row("--apply-layernorm-1p", Refused("norm weights are always stored as they are, without subtracting 1")),
+    refused("--apply-layernorm-1p", "norm weights are always stored as they are, without subtracting 1"),
     Row("--qk-layernorm", Depends(query_key_norms, "--qk-norm if --normalization is rmsnorm, refused otherwise")),
-    Row("--qk-l2-norm", Refused("the norms of --qk-norm always have a learned weight")),
+    refused("--qk-l2-norm", "the norms of --qk-norm always have a learned weight"),
     Row("--add-qkv-bias", Translated({"qkv_bias": True})),
     Row("--use-rotary-position-embeddings", _ROPE),
     Row(
@@ -179,8 +183,8 @@ MEGATRON = (
         "--no-position-embedding",
         Depends(no_learned_positions, "refused if --position-embedding is learned, otherwise no effect"),
     ),
-    Row("--rotary-base", same_value("rope_theta"), int),
-    Row("--rotary-interleaved", Refused("rotary embeddings pair the two halves of a head, as in Hugging Face")),
+    renamed("--rotary-base", "rope_theta", int),
+    refused("--rotary-interleaved", "rotary embeddings pair the two halves of a head, as in Hugging Face"),
     Row(
         "--rotary-seq-len-interpolation-factor",
         Translated({"rope_scaling": "linear", "rope_scaling_factor": user_value}),
@@ -191,8 +195,8 @@ MEGATRON = (
         Translated({"rope_scaling": "llama3"}, implied={"rope_scaling_factor": 8.0, "rope_original_length": 8192}),
     ),
     Row("--window-size", Depends(window_size, "--sliding-window N + 1 if the value is N,0, refused otherwise"), str),
-    Row("--window-attn-skip-freq", Refused("all layers use the same --sliding-window"), str),
-    Row("--multi-latent-attention", Refused("use --num-key-value-heads to shrink keys and values")),
+    refused("--window-attn-skip-freq", "all layers use the same --sliding-window", str),
+    refused("--multi-latent-attention", "use --num-key-value-heads to shrink keys and values"),
     # memory
     Row(
         "--checkpoint-granularity --recompute-granularity",
@@ -212,15 +216,15 @@ MEGATRON = (
         ),
         str,
     ),
-    Row("--recompute-num-layers", same_value("checkpoint_num_layers"), int),
-    Row(
+    renamed("--recompute-num-layers", "checkpoint_num_layers", int),
+    no_effect(
         "--distribute-checkpointed-activations --distribute-saved-activations --partition-activations",
-        NoEffect("with --sequence-parallel each model-parallel rank stores only its slice of the checkpointed inputs"),
+        "with --sequence-parallel each model-parallel rank stores only its slice of the checkpointed inputs",
     ),
-    Row("--deepspeed-activation-checkpointing", NoEffect("--checkpoint-activations alone turns recomputation on")),
-    Row("--contigious-checkpointing", NoEffect("checkpointed inputs are not copied into one buffer")),
-    Row("--checkpoint-in-cpu", Refused("use --offload-activations instead of --checkpoint-activations")),
-    Row("--synchronize-each-layer", NoEffect("the flag would only slow the run down")),
+    no_effect("--deepspeed-activation-checkpointing", "--checkpoint-activations alone turns recomputation on"),
+    no_effect("--contigious-checkpointing", "checkpointed inputs are not copied into one buffer"),
+    refused("--checkpoint-in-cpu", "use --offload-activations instead of --checkpoint-activations"),
+    no_effect("--synchronize-each-layer", "the flag would only slow the run down"),
     Row("--profile-backward --log-timers-to-tensorboard", foreign_core.TIMINGS),
     # precision
     Row("--fp16", Translated({"precision": "fp16"})),
@@ -239,10 +243,10 @@ MEGATRON = (
         ),
     ),
     Row("--apply-query-key-layer-scaling --no-query-key-layer-scaling --attention-softmax-in-fp32", _IN_FP32),
-    Row("--fp16-lm-cross-entropy", Refused("the loss is always computed in fp32")),
-    Row(
+    refused("--fp16-lm-cross-entropy", "the loss is always computed in fp32"),
+    refused(
         "--fp32-residual-connection",
-        Refused("hidden states have the dtype of --precision; for fp32 hidden states, pass --precision fp32"),
+        "hidden states have the dtype of --precision; for fp32 hidden states, pass --precision fp32",
     ),
     Row(
         "--scaled-upper-triang-masked-softmax-fusion --scaled-masked-softmax-fusion --bias-gelu-fusion "
@@ -257,35 +261,37 @@ MEGATRON = (
         ),
     ),
     # run length and learning rate
-    Row("--train-tokens", Depends(in_samples("train_samples"), "--train-samples, computed from --seq-length"), int),
     Row(
-        "--lr-decay-tokens",
-        Depends(in_samples("lr_decay_samples"), "--lr-decay-samples, computed from --seq-length"),
+        "--train-tokens",
+        Depends(partial(in_samples, "train_samples"), "--train-samples, computed from --seq-length"),
         int,
     ),
-    Row("--lr-warmup-fraction", same_value("warmup"), float),
+    Row(
+        "--lr-decay-tokens",
+        Depends(partial(in_samples, "lr_decay_samples"), "--lr-decay-samples, computed from --seq-length"),
+        int,
+    ),
+    renamed("--lr-warmup-fraction", "warmup", float),
     Row("--lr-warmup-iters", foreign_keys.WARMUP_ITERATIONS, int),
     Row("--lr-warmup-samples", Depends(warmup_samples, "--warmup, computed as a fraction of --lr-decay-samples"), int),
     Row("--lr-warmup-tokens", Depends(warmup_tokens, "--warmup, computed as a fraction of --lr-decay-samples"), int),
     Row("--override-lr-scheduler --override-opt_param-scheduler", Translated({"override_lr_schedule": True})),
-    Row(
+    no_effect(
         "--use-checkpoint-lr-scheduler --use-checkpoint-opt_param-scheduler",
-        NoEffect("a resumed run keeps its checkpoint's schedule unless --override-lr-schedule is given"),
+        "a resumed run keeps its checkpoint's schedule unless --override-lr-schedule is given",
     ),
     Row(
         "--iterations-to-skip",
         Translated({"skip_iterations": counted_from_1}, "Megatron-LM counts iterations from 0, this project from 1"),
         list,
     ),
-    Row("--check-weight-hash-across-dp-replicas-interval", same_value("check_replicas"), int),
+    renamed("--check-weight-hash-across-dp-replicas-interval", "check_replicas", int),
     Row("--sgd-momentum", only("0.9", "the momentum of --optimizer sgd is always 0.9"), float),
-    Row("--muon-num-ns-steps", same_value("muon_ns_steps"), int),
-    Row(
+    renamed("--muon-num-ns-steps", "muon_ns_steps", int),
+    refused(
         "--muon-scale-mode --muon-extra-scale-factor",
-        Refused(
-            "--muon-adjust-lr-fn original is the mode shape_scaling, and the default is 0.2 times spectral; "
-            "--muon-lr-factor scales both, and the weight decay"
-        ),
+        "--muon-adjust-lr-fn original is the mode shape_scaling, and the default is 0.2 times spectral; "
+        "--muon-lr-factor scales both, and the weight decay",
         str,
     ),
     Row(
@@ -295,13 +301,13 @@ MEGATRON = (
     ),
     Row("--weight-decay-incr-style", only("constant", "--weight-decay is constant"), str),
     # data
-    Row("--encoder-seq-length", same_value("enc_seq_length"), int),
-    Row("--decoder-seq-length", same_value("dec_seq_length"), int),
-    Row("--tokenizer-model", same_value("vocab_file"), str),
+    renamed("--encoder-seq-length", "enc_seq_length", int),
+    renamed("--decoder-seq-length", "dec_seq_length", int),
+    renamed("--tokenizer-model", "vocab_file", str),
     Row("--merge-file", Depends(merge_file, "no effect if --vocab-file implies this file, refused otherwise"), str),
-    Row("--vocab-extra-ids", same_value("num_sentinels"), int),
-    Row("--mask-prob", same_value("noise_density"), float),
-    Row("--short-seq-prob", Refused("all samples have the full sequence length"), float),
+    renamed("--vocab-extra-ids", "num_sentinels", int),
+    renamed("--mask-prob", "noise_density", float),
+    refused("--short-seq-prob", "all samples have the full sequence length", float),
     Row(
         "--data-impl",
         ByValue(
@@ -312,7 +318,7 @@ MEGATRON = (
         ),
         str,
     ),
-    Row("--mmap-warmup", NoEffect("the memory-mapped files are read on demand")),
+    no_effect("--mmap-warmup", "the memory-mapped files are read on demand"),
     Row(
         "--dataloader-type",
         ByValue(
@@ -324,13 +330,13 @@ MEGATRON = (
         str,
     ),
     # checkpoints, logs and ending a run
-    Row(
+    no_effect(
         "--no-save-optim",
-        NoEffect("checkpoints always contain the optimizer state; --no-load-optim ignores it when loading"),
+        "checkpoints always contain the optimizer state; --no-load-optim ignores it when loading",
     ),
-    Row(
+    no_effect(
         "--no-save-rng",
-        NoEffect("dropout depends only on --seed and the iteration, so checkpoints contain no random state"),
+        "dropout depends only on --seed and the iteration, so checkpoints contain no random state",
     ),
     Row("--tensorboard-log-interval --tensorboard-queue-size", _EVENTS, int),
     Row(
@@ -338,10 +344,10 @@ MEGATRON = (
         "--log-memory-to-tensorboard --log-world-size-to-tensorboard",
         _EVENTS,
     ),
-    Row("--log-params-norm --log-num-zeros-in-grad", Refused("only the gradient norm is logged")),
-    Row("--exit-signal-handler", NoEffect("on SIGTERM, a run always saves a checkpoint and ends")),
-    Row("--adlr-autoresume", Refused("on SIGTERM the run saves and exits; the same command resumes it")),
-    Row("--adlr-autoresume-interval", Refused("on SIGTERM the run saves and exits; the same command resumes it"), int),
+    refused("--log-params-norm --log-num-zeros-in-grad", "only the gradient norm is logged"),
+    no_effect("--exit-signal-handler", "on SIGTERM, a run always saves a checkpoint and ends"),
+    refused("--adlr-autoresume", "on SIGTERM the run saves and exits; the same command resumes it"),
+    refused("--adlr-autoresume-interval", "on SIGTERM the run saves and exits; the same command resumes it", int),
     # REALM
     Row(
         "--ict-head-size --indexer-batch-size --indexer-log-interval --ict-load --bert-load --titles-data-path "

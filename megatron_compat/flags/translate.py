@@ -3,7 +3,6 @@
 import argparse
 import difflib
 from collections.abc import Container, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from megatron.config.fields import flag
@@ -22,14 +21,10 @@ Settings = dict[str, Any]  # name of a setting -> value
 
 
 class _StoreForeignFlag(argparse.Action):
-    """Action that stores the value of a foreign flag in the dict `foreign`, keyed by its name in table.py."""
-
-    def __init__(self, *args: Any, theirs: str, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.theirs = theirs
+    """Action that stores the value of a foreign flag in the dict `foreign`, keyed by `dest`, its name in table.py."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        value_type = FLAGS[self.theirs].value_type
+        value_type = FLAGS[self.dest].value_type
         # A flag without a value (None), or with an optional value (object). Argparse gives None if the flag stands
         # alone, which means True. Some launchers write `true` or `false` after it.
         if value_type in (None, object):
@@ -37,7 +32,7 @@ class _StoreForeignFlag(argparse.Action):
         # Only the type `object` allows another value.
         if value_type is None and not isinstance(values, bool):
             parser.error(f"{option_string} takes no value, but was given {values}")
-        namespace.foreign = getattr(namespace, "foreign", {}) | {self.theirs: values}
+        namespace.foreign = getattr(namespace, "foreign", {}) | {self.dest: values}
 
 
 def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
@@ -51,11 +46,7 @@ def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
             options = {"nargs": "?"}  # one word or none, because launchers may write `true` or `false`
         elif row.value_type is list:
             options = {"nargs": "*"}
-        options |= {
-            "action": partial(_StoreForeignFlag, theirs=name),
-            "dest": "foreign",
-            "help": argparse.SUPPRESS,
-        }
+        options |= {"action": _StoreForeignFlag, "dest": name, "help": argparse.SUPPRESS}
         # Both spellings are equal for a flag of one word. Argparse refuses a flag that is added twice, so the dict
         # drops the second.
         for spelling in dict.fromkeys((name, f"--{_key_of(name)}")):
@@ -121,8 +112,8 @@ def _suggest_replacement(theirs: str, ours: Sequence[str], given: str) -> str:
 
 
 def _typical_outcome(outcome: ByValue) -> Outcome:
-    """Return the first translation among the outcomes of a flag's values, or a refusal that lists the values."""
-    for each in (*outcome.values.values(), outcome.other):
+    """Return the first translation among the outcomes of a flag's values, or the outcome of other values."""
+    for each in outcome.values.values():
         if isinstance(each, Translated):
             return each
     return _outcome_of_other(outcome)
@@ -173,17 +164,21 @@ class Translation(Source):
         for setting, values in VALUES.items():
             word = own.get(setting)
             if isinstance(word, str) and word in values:
-                self._translate_value(setting, word, values[word])
+                # Another framework's word for the value of a flag that both projects have.
+                typed = format_flag(flag(setting), word)
+                self._set(typed, {setting: values[word]}, IMPLIED.get(word, Translated({})))
 
-    def _translate_value(self, setting: str, word: str, value: str) -> None:
-        """Translate another framework's word for the value of a flag that both projects have."""
-        typed = format_flag(flag(setting), word)
-        new_settings = {setting: value}
+    def _set(self, typed: str, new_settings: Settings, outcome: Translated) -> None:
+        """Add the settings to which a flag translates to the values, and a note on them.
+
+        If the flag implies further settings, `implied_settings` adds the note later.
+        typed: the flag as typed. outcome: its translation, of which only `implied` and `note` are used.
+        """
         self.values |= new_settings
-        if word in IMPLIED:
-            self._with_implied.append((typed, new_settings, IMPLIED[word]))
+        if outcome.implied:
+            self._with_implied.append((typed, new_settings, outcome))
         else:
-            self.notes.append(_translation_note(typed, new_settings, ""))
+            self.notes.append(_translation_note(typed, new_settings, outcome.note))
 
     def translate_all(self, flags: Mapping[str, Any]) -> None:
         """Translate all foreign flags of the source: name -> value."""
@@ -233,11 +228,12 @@ class Translation(Source):
         given_elsewhere: names of settings that a source of higher precedence gives. They are not overridden, either.
         """
         all_implied = Settings()
+        current = {**USUAL, **values}
         for typed, new_settings, outcome in self._with_implied:
             # A later flag or file may have overridden the settings of this flag, which then implies nothing.
             implied = Settings()
             if all(values.get(setting) == value for setting, value in new_settings.items()):
-                implied = _implied_settings(outcome, values)
+                implied = _implied_settings(outcome, current)
             # Settings that are given, or that an earlier flag implies, take precedence.
             for setting in list(implied):
                 if setting in given_elsewhere or setting in self.values or setting in all_implied:
@@ -247,7 +243,7 @@ class Translation(Source):
                 self.notes.append(_translation_note(typed, {**new_settings, **implied}, note))
             else:
                 # The flag only implies settings, such as --group-query-attention, and none of them is free to be set.
-                used = [format_flag(flag(name), values.get(name, USUAL[name])) for name in outcome.implied]
+                used = [format_flag(flag(name), current[name]) for name in outcome.implied]
                 self.notes.append(f"{typed} has no effect: the run uses {' and '.join(used)}")
             all_implied |= implied
         # A flag with the value False, although something else has set what the flag stands for.
@@ -303,24 +299,20 @@ class Translation(Source):
                     f"{typed} means {_as_flags(new_settings)}, but {conflicting} is given; leave one of them out"
                 )
                 return {}
-        self.values |= new_settings
         self._typed_flag |= dict.fromkeys(new_settings, typed)
-        if outcome.implied:
-            self._with_implied.append((typed, new_settings, outcome))
-        else:
-            self.notes.append(_translation_note(typed, new_settings, outcome.note))
+        self._set(typed, new_settings, outcome)
         return new_settings
 
 
 def _implied_settings(outcome: Translated, values: Mapping[str, Any]) -> Settings:
-    """Return the settings that `outcome.implied` lists: those that still have their default in `values`."""
+    """Return the settings that `outcome.implied` lists: those with their default in `values`, all settings."""
     implied = {}
     for setting, value in outcome.implied.items():
         default = USUAL[setting]
         if callable(value):
-            value = value({**USUAL, **values})
+            value = value(values)
         # A value that is the default anyway needs no setting.
-        is_unchanged = values.get(setting, default) == default
+        is_unchanged = values[setting] == default
         if is_unchanged and value != default:
             implied[setting] = value
     return implied
