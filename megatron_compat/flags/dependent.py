@@ -6,6 +6,7 @@ returns the flag's outcome: settings of this project, no effect, or a refusal. T
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,15 @@ def warmup_iterations(config: Config, warmup: Any, ranks: int) -> Decision:
         return _share_of_decay(warmup, config.lr_decay_iters, "iterations")
     # The decay is counted in samples, so count those of the first `warmup` iterations.
     return _share_of_decay(config.batch_schedule(ranks).advance(0, warmup), config.lr_decay_samples, "samples")
+
+
+def deepspeed_warmup(config: Config, warmup: Any, ranks: int) -> Decision:
+    """Translate DeepSpeed's number of warmup steps as `warmup_iterations` does, with a note on the other shape."""
+    decision = warmup_iterations(config, warmup, ranks)
+    if isinstance(decision, Translated):
+        shapes = "this warm-up is linear, DeepSpeed's by default logarithmic"
+        return replace(decision, note=f"{decision.note}; {shapes}")
+    return decision
 
 
 def warmup_samples(config: Config, warmup: Any, ranks: int) -> Decision:

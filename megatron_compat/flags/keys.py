@@ -1,16 +1,10 @@
 """Keys of DeepSpeed's JSON file and of Hugging Face's config.json, accepted as flags and in --config files."""
 
-from .dependent import accumulation, warmup_iterations
-from .outcomes import ByValue, Depends, Refused, Row, Translated, renamed, user_value
+from .dependent import accumulation, deepspeed_warmup, warmup_iterations
+from .outcomes import ByValue, Depends, Refused, Row, Translated, renamed, same_value, user_value
 
-_ACTIVATIONS = {
-    "gelu": Translated({"activation": "gelu"}),
-    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh"), Translated({"activation": "gelu-tanh"})),
-    "relu": Translated({"activation": "relu"}),
-}
 GLOBAL_BATCH = Depends(accumulation, "--gas, computed from --batch-size and the number of replicas")
 WARMUP_ITERATIONS = Depends(warmup_iterations, "--warmup, computed as a fraction of --lr-decay-iters")
-_NO_ACTIVATION = Refused("this activation is not supported; see --activation for the supported ones")
 
 ROWS = (
     # DeepSpeed
@@ -18,7 +12,15 @@ ROWS = (
     Row("--train-batch-size", GLOBAL_BATCH, int),
     renamed("--gradient-accumulation-steps", "gas", int),
     renamed("--gradient-clipping", "clip_grad", float),
-    Row("--warmup-num-steps", WARMUP_ITERATIONS, int),
+    Row(
+        "--warmup-num-steps",
+        Depends(
+            deepspeed_warmup,
+            "--warmup, computed as a fraction of --lr-decay-iters; this warm-up is linear, DeepSpeed's by default "
+            "logarithmic",
+        ),
+        int,
+    ),
     renamed("--steps-per-print", "log_interval", int),
     # Hugging Face
     renamed("--num-hidden-layers --n-layer --n-layers", "num_layers", int),
@@ -28,18 +30,36 @@ ROWS = (
     renamed("--head-dim --d-kv", "kv_hidden_size", int),
     renamed("--n-positions --n-ctx", "max_position_embeddings", int),
     renamed("--rms-norm-eps --layer-norm-epsilon --layer-norm-eps", "layernorm_epsilon", float),
-    # The silu of a Llama is gated, that of a GPT-2 is not.
-    Row("--activation-function", ByValue(_ACTIVATIONS, _NO_ACTIVATION), str),
+    Row(
+        "--activation-function",
+        ByValue(
+            {
+                "gelu": Translated({"activation": "gelu"}),
+                **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh"), Translated({"activation": "gelu-tanh"})),
+                "relu": Translated({"activation": "relu"}),
+            },
+            Refused("this activation is not supported; see --activation for the supported ones"),
+        ),
+        str,
+    ),
     Row(
         "--hidden-act",
         ByValue(
-            {**_ACTIVATIONS, "silu": Translated({"activation": "swiglu"}, "the gated MLP of Llama")}, _NO_ACTIVATION
+            {"silu": Translated({"activation": "swiglu"}, "the gated MLP of Llama")},
+            Refused("the key does not say whether the MLP is gated, as a Llama's is; give --activation"),
         ),
         str,
     ),
     renamed("--resid-pdrop --embd-pdrop", "hidden_dropout", float),
     renamed("--attn-pdrop", "attention_dropout", float),
     Row("--dropout --dropout-rate", Translated({"hidden_dropout": user_value, "attention_dropout": user_value}), float),
-    renamed("--initializer-range", "init_method_std", float),
+    Row(
+        "--initializer-range",
+        same_value(
+            "init_method_std",
+            "output projections get this divided by sqrt(2 x layers), as in GPT-2; transformers' Llama does not divide",
+        ),
+        float,
+    ),
     Row("--tie-word-embeddings", Translated({"tie_embeddings": True})),
 )

@@ -137,4 +137,7 @@ CHINESE = {
     "pass --config with the config.json of the run that wrote the checkpoint": "用 --config 给出那次运行的 config.json",
     # Notes on keys of JSON files.
     "the gated MLP of Llama": "带门控，与 Llama 相同",
+    "the key does not say whether the MLP is gated, as a Llama's is; give --activation": "看不出 MLP 是否像 Llama 那样带门控；请给出 --activation",
+    "--warmup, computed as a fraction of --lr-decay-iters; this warm-up is linear, DeepSpeed's by default logarithmic": "--warmup，由衰减的迭代次数算出；预热是线性的，而 DeepSpeed 默认按对数预热",
+    "output projections get this divided by sqrt(2 x layers), as in GPT-2; transformers' Llama does not divide": "输出投影的标准差还要除以 sqrt(2 × 层数)，与 GPT-2 相同；transformers 的 Llama 不除",
 }

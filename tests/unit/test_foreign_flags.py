@@ -311,6 +311,7 @@ def test_megatrons_way_to_llama_3_2() -> None:
         ("--position-embedding-type yarn", 1, "use --position-embedding rope --rope-scaling yarn"),
         ("--position-embedding-type alibi", 1, "choose one of rope, learned_absolute"),
         ("3 --lr 1", 1, "unknown argument 3"),
+        ("--hidden-act gelu_pytorch_tanh", 1, "give --activation"),
     ],
 )
 def test_contradictions_and_remainders_are_refused(line: str, ranks: int, message: str) -> None:
