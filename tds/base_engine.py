@@ -18,7 +18,7 @@ from .average import WeightAverage
 from .batches import DataEnded
 from .distributed_optimizer import DistributedOptimizer
 from .engine_classes import ExtendedEngine, PipelineOverrides
-from .layout import make_rows_contiguous
+from .layout import close_gaps, make_rows_contiguous
 from .losses import Losses, SumToShare
 from .module_changes import KnownModel
 from .neighbours import Neighbours
@@ -114,6 +114,7 @@ class Engine(ExtendedEngine):
             make_dense(sparse_weights(self.module))  # DeepSpeed's optimizers flatten gradients
         else:
             refuse_sparse(self.module, client_optimizer)
+            close_gaps(self.module)  # the user's optimizer, or the one of the ds_config, may be fused
         with naming_keys(self):
             super()._configure_optimizer(client_optimizer, model_parameters)
         refuse_closures(self.basic_optimizer)  # the ds_config may name such an optimizer, too

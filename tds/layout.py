@@ -1,4 +1,4 @@
-"""Weights whose memory layout DeepSpeed's broadcasts do not accept.
+"""Weights whose memory layout DeepSpeed's broadcasts or torch's fused optimizers do not accept.
 
 DeepSpeed 0.19.8 broadcasts the bytes of a weight, `p.data.view(torch.uint8)`. This view fails for a weight of
 dimension 0 and for a weight whose last stride is not 1, such as a transposed or a channels_last weight.
@@ -54,6 +54,17 @@ def _set_data_and_grad(p: nn.Parameter, data: Tensor, gradient: Tensor) -> None:
     p.grad = None  # torch compares the shapes of a weight and its gradient
     p.data = data
     p.grad = gradient
+
+
+def close_gaps(module: nn.Module) -> None:
+    """Copy each weight with gaps in its memory, such as some columns of a larger tensor, to memory of its own.
+
+    torch 2.11 to 2.13 has fused optimizers that ignore strides: they would step the elements in the gaps, too.
+    """
+    for p in module.parameters():
+        dense = torch.empty_like(p, device="meta")  # keeps the strides only of a weight without gaps
+        if dense.stride() != p.stride():
+            p.data = p.data.contiguous()
 
 
 def make_rows_contiguous(module: nn.Module) -> None:

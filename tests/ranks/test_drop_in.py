@@ -373,3 +373,34 @@ def test_optimizer_states_do_not_go_to_other_layers(tmp_path: Path) -> None:
     """
     with pytest.raises(RankFailure, match=SENTENCES["was_cut_at_0_3_5"]):
         on_ranks(2, _interleave, str(tmp_path))
+
+
+def _step_columns(zero: int) -> list[list[float]]:
+    """Return the weight of `tds` and that of torch's plain AdamW after three steps; it is some columns of a tensor."""
+    import tds
+
+    def built() -> nn.Linear:
+        model = nn.Linear(4, 3, bias=False)
+        columns = torch.arange(24.0).view(3, 8).sin()[:, 2:6]
+        model.weight = nn.Parameter(columns)
+        return model
+
+    settings = {"lr": 0.1, "weight_decay": 0.1}
+    config = {"train_batch_size": 4, "zero_optimization": {"stage": zero}}
+    engine, *_ = tds.initialize(model=built(), config=config | {"optimizer": {"type": "AdamW", "params": settings}})
+    model = built()
+    optimizer = torch.optim.AdamW(model.parameters(), **settings, fused=False)
+    for step in range(3):
+        inputs = torch.arange(16.0).view(4, 4).add(step).cos()
+        engine.backward(engine(inputs).square().mean())
+        engine.step()
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+    return [each.weight.detach().flatten().tolist() for each in (engine.module, model)]
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_weight_with_gaps_in_memory_steps_as_in_torch(zero: int) -> None:
+    ((found, expected),) = on_ranks(1, _step_columns, zero)
+    assert found == pytest.approx(expected, rel=1e-5)
