@@ -59,7 +59,7 @@ def _set_data_and_grad(p: nn.Parameter, data: Tensor, gradient: Tensor) -> None:
 def close_gaps(module: nn.Module) -> None:
     """Copy each weight with gaps in its memory, such as some columns of a larger tensor, to memory of its own.
 
-    torch 2.11 to 2.13 has fused optimizers that ignore strides: they would step the elements in the gaps, too.
+    torch's fused optimizers (2.13 and 2.15 on CPUs) ignore strides, so they would step the elements in the gaps, too.
     """
     for p in module.parameters():
         dense = torch.empty_like(p, device="meta")  # keeps the strides only of a weight without gaps
