@@ -113,13 +113,14 @@ class ChatEncoder:
         `in_loss`. A token that lies in several pieces counts if one of them does.
         """
         pieces = list(pieces)
-        last = pieces[-1]
-        has_final_space = last.text.isspace() and not last.in_loss
-        # Templates end with a newline after the markup that ends the last turn. What comes before it is the last turn.
+        # ChatML ends an answer with the pieces "Hi", "<|im_end|>" and "\n", of which only the newline is not in the
+        # loss. So the piece before a final newline shows whether the last turn is an answer.
+        turn_end = pieces[-1]
+        has_final_space = turn_end.text.isspace() and not turn_end.in_loss
         if has_final_space and len(pieces) > 1:
-            last = pieces[-2]
-        needs_eod = self._append_eod and last.in_loss
-        # The token `eod` follows the answer directly.
+            turn_end = pieces[-2]
+        needs_eod = self._append_eod and turn_end.in_loss
+        # The token `eod` takes the place of the newline: "Hi", "<|im_end|>", eod.
         if needs_eod and has_final_space:
             del pieces[-1]
         buffer = _TokenBuffer(self._tokenizer)
@@ -130,7 +131,7 @@ class ChatEncoder:
             previous_in_loss = piece.in_loss
             self._add(buffer, piece)
         buffer.flush()
-        # The markup that ends the last turn may be the token `eod` itself.
+        # The markup that ends an answer may be the token `eod` itself, as </s> in Llama 2.
         if needs_eod and buffer.ids[-1] != self._tokenizer.eod:
             buffer.add_token(self._tokenizer.eod, in_loss=True)
         return buffer.ids, buffer.loss_mask

@@ -49,8 +49,8 @@ def find_files(
     inputs: files, folders or glob patterns, each optionally followed by `@WEIGHT`. Folders are searched recursively;
     the search follows links and skips hidden entries.
     encoding: encoding of the text, or `auto` to judge each file by its content.
-    notify: called with a message about skipped files. Files of other types, files that the data tools wrote
-    (reports, sidecars, journals, tokenizers) and files that were already found under another path are skipped.
+    notify: called with a message about skipped files. Within a folder or pattern, files of other types, files that the
+    data tools wrote (reports, sidecars, journals, tokenizers) and links to a file that is already found are skipped.
     Raises InputError for an input that does not exist, cannot be read or is of an unsupported type, and for a file that
     two inputs give.
     """
@@ -71,13 +71,13 @@ def find_files(
         for path_found in paths:
             _check_file(path_found)
             real = os.path.realpath(path_found)
-            if real in seen:
+            if real in seen:  # another input has given the file; its copies within one input are skipped above
                 raise InputError(f"{path_found} is given twice; give it once, as {path_found}@2 to read it twice")
             seen.add(real)
             file_encoding = encoding
             if encoding == AUTO:  # Parquet files are binary and have UTF-8 strings
                 file_encoding = "utf-8" if format_suffix(path_found) == ".parquet" else detect_encoding(path_found)
-            files.append(Source(path_found, weight, len(files), file_encoding))
+            files.append(Source(path_found, weight, number=len(files), encoding=file_encoding))
     return files
 
 

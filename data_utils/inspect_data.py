@@ -67,9 +67,10 @@ def verify(args: argparse.Namespace) -> None:
     A corpus of conversations has two pairs (tokens and loss mask), a CPM corpus for T5 has three, any other corpus one.
     Raises DatasetError with a list of all problems.
     """
+    # The pairs of a CPM corpus are PREFIX_context, PREFIX_target and PREFIX_target_offset, without a pair PREFIX.
     prefixes = [f"{args.prefix}_{part}" for part in TRIPLE_PARTS]
     is_triple = to_path(f"{prefixes[0]}.idx").is_file() and not to_path(f"{args.prefix}.idx").is_file()
-    # If no file exists at all, the error names the prefix that was given, as of an ordinary corpus.
+    # PREFIX, perhaps with PREFIX_loss. A PREFIX without any file also comes here: the error then names PREFIX.
     if not is_triple:
         prefixes = pair_prefixes(args.prefix)
     problems = []

@@ -122,12 +122,11 @@ class BandTable:
             # tries slot 10.
             wanted, first = np.unique(slots[waiting], return_index=True)
             is_free = self._texts[wanted] == EMPTY
-            placed = waiting[first[is_free]]
+            winners = first[is_free]  # places in `waiting` of the pairs that get a slot
+            placed = waiting[winners]
             self._texts[slots[placed]] = texts[placed]
             self._keys[slots[placed]] = keys[placed]
-            is_unplaced = np.ones(len(waiting), dtype=bool)
-            is_unplaced[first[is_free]] = False
-            waiting = waiting[is_unplaced]
+            waiting = np.delete(waiting, winners)
             slots[waiting] = (slots[waiting] + 1) & mask
 
 

@@ -29,13 +29,14 @@ def with_recorded_stages(config: Config) -> Config:
     from megatron.checkpointing.data_plan import with_consumed_data
     from megatron.ranks.errors import RunError
 
-    with suppress(OSError, ValueError, RunError):
+    with suppress(OSError, ValueError, RunError):  # without a readable checkpoint, `config` stays as it is
         newest = find_checkpoint(str(config.log.run_dir))
         reordered_at = CheckpointReader(newest).state.get("reordered_at")  # samples consumed at that resume, or None
         if reordered_at:
             print(f"note: --override-data changed the samples; the run read other ones before sample {reordered_at}")
-        # same_data=False acts as --override-data: first the stages that the checkpoint has consumed, then the others.
-        return with_consumed_data(config, newest, Wanted(same_data=False), reads_corpora=True)
+        # The stages that the checkpoint has consumed come first, then those of `config`. same_data=False stands for
+        # --override-data, without which stages that contradict the checkpoint would stay as they are.
+        config = with_consumed_data(config, newest, Wanted(same_data=False), reads_corpora=True)
     return config
 
 

@@ -25,9 +25,12 @@ class WeightAverage:
     def __init__(self, engine: Any, decay: float) -> None:
         self._decay = decay
         self._initial: dict[Tensor, Tensor] = {}  # weights before their first step
+        # Frozen weight -> its average in the checkpoint; None on the ranks that do not keep it, and until it is loaded.
         self.of_frozen: dict[Tensor, Tensor | None] = {}
-        self._kept_here: set[Tensor] = set()  # the frozen weights whose averages are on this rank
-        self._applied_steps: int | Tensor = 0  # applied since the averages in `of_frozen` were loaded
+        self._kept_here: set[Tensor] = set()  # the frozen weights whose averages this rank keeps
+        # Number of steps, without skipped ones, since these averages were loaded. Each moves an average towards its
+        # weight, which `frozen_average` does for all steps at once. A tensor if only the device knows what was skipped.
+        self._applied_steps: int | Tensor = 0
         inner = torch_optimizer_of(engine)
         # A DistributedOptimizer steps its buckets in groups: only those of the current group have a gradient.
         self._in_groups = engine.distributed is not None

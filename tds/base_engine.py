@@ -195,8 +195,8 @@ class PipelineHooks(PipelineOverrides, Engine, StockPipelineEngine):  # type: ig
 
         None if DeepSpeed computes the norm, or the gradients still have a loss scale.
         """
-        is_by_deepspeed = self.has_wrapped_optimizer and not self.distributed
-        if is_by_deepspeed or self.torch_autocast_z0_gradscaler:
+        is_by_deepspeed = self.has_wrapped_optimizer and not self.distributed  # ZeRO, fp16 or bf16, but not by tds
+        if is_by_deepspeed or self.torch_autocast_z0_gradscaler:  # this GradScaler unscales gradients in the step
             return None
         return self._local_squared_norm()
 

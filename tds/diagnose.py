@@ -163,7 +163,7 @@ class Watchdog(Observer):
                 self._device_progress.record_submitted(self._activity.what)
         self._activity = None if what is None else Activity(what, time.monotonic())
         if what is not None:
-            Watchdog.latest = self
+            Watchdog.latest = self  # of several watchdogs, such as those of two engines, only the latest is active
 
     def begin(self, what: Any) -> None:
         """Record that this rank begins an instruction; the other parts of a step say themselves when they wait."""

@@ -157,7 +157,7 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
         with self.observers.around("Reduce"):
             self.observers.waiting("reducing gradients over tied layers and replicas")
             self._reduction.finish()
-        with self.observers.around("Loss"):
+        with self.observers.around("Loss"):  # one all-reduce, also of the squared gradient norm if it is not None
             self._share_losses(self._squared_norm_to_share())
         with self.observers.around("Step"):
             self._config.wall_clock_breakdown = False  # DeepSpeed would print times of this part, besides `progress`
@@ -165,7 +165,7 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
             instruction_handler(self, "OptimizerStep", "_exec_optimizer_step")()
         self.agg_train_loss = self._losses.read()  # after the optimizer step, so that the device has work meanwhile
         self.agg_additional_losses = self._losses.additional or None
-        self.total_loss = self._losses.local_sum if self._is_last_stage else None
+        self.total_loss = self._losses.local_sum if self._is_last_stage else None  # this replica's sum, as in DeepSpeed
 
     def _run(self, plan: StagePlan) -> None:
         """Run the instructions of this stage in a step, each by its method in _HANDLERS."""
@@ -226,17 +226,17 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
 
     def _add_loss(self, instruction: Instruction, outputs: Any, labels: Any) -> None:
         """Compute a micro-batch's loss on the last stage, add it to the step's losses, and store it for `_backward`."""
-        self.outputs = None if self.module.training else outputs  # eval_batch may return them, too
-        if not self._step.compute_loss:  # eval_batch returns the outputs instead
-            self.fwd_outputs.append(in_full(outputs))
+        self.outputs = None if self.module.training else outputs  # of the last micro-batch at the end, for eval_batch
+        if not self._step.compute_loss:  # eval_batch returns the outputs of all micro-batches instead
+            self.fwd_outputs.append(in_full(outputs))  # with the logits that an output layer has deferred to its loss
             return
         if self.module.loss_fn is None:
             require_scalar_loss(outputs, self.stage_id)
             loss = outputs
         else:
             loss = self.module.loss_fn(outputs, labels)
-        get_additional = getattr(self.module, "get_additional_losses", dict)  # without this method, dict(): no losses
-        total_loss = self._losses.add(loss, get_additional() or {})  # DeepSpeed's own method returns None
+        additional = self.module.get_additional_losses() or {}  # DeepSpeed's own method returns None
+        total_loss = self._losses.add(loss, additional)
         self.loss = total_loss.detach()
         self.fwd_outputs.append(self.loss)
         if self.module.training:

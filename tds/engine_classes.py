@@ -31,20 +31,21 @@ def use_engine_classes(pipeline: type, plain: type) -> Iterator[None]:
     DeepSpeed's engines for other modules and settings, such as DualPipeVEngine, raise ValueError. A subclass of tds's
     engine that the user has put in place of DeepSpeed's is built instead; anything else in its place raises ValueError.
     """
-    # The first two are named, because `engines()` lacks them if a user has put something else in their place.
-    stock = {"PipelineEngine": deepspeed.PipelineEngine, "DeepSpeedEngine": deepspeed.DeepSpeedEngine, **engines()}
-    chosen = {
-        "PipelineEngine": _class_to_build("PipelineEngine", pipeline),
-        "DeepSpeedEngine": _class_to_build("DeepSpeedEngine", plain),
-    }
-    for name in stock:
-        # In place of any other engine, DeepSpeed calls a function that raises an error.
-        setattr(deepspeed, name, chosen.get(name, partial(_refuse_engine, name)))
+    # What to restore at the end. The first two are named, because `engines()` lacks them if a user has put something
+    # else in their place.
+    original = {"PipelineEngine": deepspeed.PipelineEngine, "DeepSpeedEngine": deepspeed.DeepSpeedEngine, **engines()}
+    pipeline_class = _class_to_build("PipelineEngine", pipeline)
+    plain_class = _class_to_build("DeepSpeedEngine", plain)
+    # `deepspeed.initialize` looks up its engine by name. tds has only two of them; the others raise an error.
+    for name in original:
+        setattr(deepspeed, name, partial(_refuse_engine, name))
+    deepspeed.PipelineEngine = pipeline_class
+    deepspeed.DeepSpeedEngine = plain_class
     try:
         yield
     finally:
-        for name, stock_class in stock.items():
-            setattr(deepspeed, name, stock_class)
+        for name, original_class in original.items():
+            setattr(deepspeed, name, original_class)
 
 
 def _class_to_build(name: str, tds_class: type) -> Any:

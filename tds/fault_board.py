@@ -178,8 +178,10 @@ class FaultBoard:
                 reports[rank] = json.loads(self._store.get(f"tds/report/{rank}"))
             lines += format_reports(reports, self.world, hosts)
         say("\n".join(lines), error=True)
+        # The other ranks wait for this key in `report`, and then write tds/left. Wait for them (not for this rank, 0),
+        # because the store ends with this process if it hosts the store.
         self._store.set(PRINTED_KEY, "1")
-        self._collect("tds/left", answered - {0})  # this process may host the store, which others still read
+        self._collect("tds/left", answered - {0})
 
     def _collect(self, key: str, ranks: set[int]) -> set[int]:
         """Wait until all `ranks` have written under `key`, or for `collect_seconds`; return those that have.

@@ -97,14 +97,18 @@ def _watch_connections(listener: socket.socket, seconds: float) -> None:
                 with contextlib.suppress(OSError):  # the connection may have ended already
                     accepted = listener.accept()[0]
                     _enable_keepalive(accepted, seconds)
-                    # `_read_host_name` writes the name of the rank's host into this bytearray.
+                    # This bytearray gets the name of the rank's host, which the rank sends first.
                     selector.register(accepted, selectors.EVENT_READ, data=bytearray())
-            elif not _read_host_name(connection, key.data, seconds):  # the connection has ended
+                continue
+            # A rank has sent its host's name, or the connection has ended. After a silence of `seconds`, the kernel
+            # ends it with an error, of which the function announces a fault.
+            is_open = _read_name_or_announce_silence(connection, key.data, seconds)
+            if not is_open:
                 selector.unregister(connection)
                 connection.close()
 
 
-def _read_host_name(connection: socket.socket, host_name: bytearray, seconds: float) -> bool:
+def _read_name_or_announce_silence(connection: socket.socket, host_name: bytearray, seconds: float) -> bool:
     """Read from the connection of a rank, and return False if the connection has ended.
 
     A rank sends only the name of its host, as JSON; append the received part of it to `host_name`. If the connection

@@ -50,8 +50,8 @@ class Losses:
         #   [2] > 0 if a loss has a new name, [3] > 0 if losses are fp64
         #   [4 : 4 + k] number of replicas that have each loss, [4 + k : 4 + 2 * k] mean of each loss
         #   [-1] the number that `share` sums, if it was called with `with_sum`
-        self._numbers = torch.zeros(())
-        self.begin(1, 0)
+        self._numbers: Tensor  # set by `reduce` on the last stage and by `share` on the others
+        self.begin(1, 0)  # only sets the attributes of a step; each step calls it again
 
     def begin(self, micro_batches: int, replicas: int) -> None:
         """Start a step with `micro_batches` on this replica."""

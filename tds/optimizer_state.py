@@ -134,12 +134,13 @@ def moment_names(engine: Any) -> list[str]:
 
     The list is empty as long as no weight of this rank has had a gradient in a step.
     """
-    _link_moments(engine)
+    _link_moments(engine)  # so that `get_moment` finds the moments of the returned names
     names = set[str]()
     for owner in stepped_tensors(engine):
         for name, value in torch_optimizer_of(engine).state.get(owner, {}).items():
-            # Adam's step count is a tensor without dimensions, as a weight may be, too.
-            if isinstance(value, Tensor) and value.shape == owner.shape and name != "step":
+            # Moments are the tensors in the shape of the weight or shard. Adam's step count, a scalar tensor, also has
+            # the shape of a scalar weight.
+            if name != "step" and isinstance(value, Tensor) and value.shape == owner.shape:
                 names.add(name)
     return sorted(names)
 

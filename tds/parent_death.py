@@ -162,10 +162,15 @@ def rejoin_store(backend: str, timeout: timedelta | None, device: "torch.device"
     # The first attempt finds an empty store, and a store that is not shared ends with its attempt.
     if attempt == "0" or not shared or dist.is_initialized():
         return
+    # The first item of the generator rendezvous() is (store of the launcher, this rank, number of ranks).
     store, rank, ranks = next(rendezvous("env://", timeout=timeout or timedelta(minutes=30)))
     own_store = PrefixStore(f"attempt{attempt}", store)
-    bound = device if backend == "nccl" and ranks > 1 else None
-    dist.init_process_group(backend, store=own_store, rank=rank, world_size=ranks, timeout=timeout, device_id=bound)
+    # With a bound device, torch makes later groups by splitting the communicator of all ranks. DeepSpeed does not bind
+    # a single rank, which has no peers.
+    bound_device = device if backend == "nccl" and ranks > 1 else None
+    dist.init_process_group(
+        backend, store=own_store, rank=rank, world_size=ranks, timeout=timeout, device_id=bound_device
+    )
 
 
 def end_with_launcher() -> None:

@@ -93,8 +93,8 @@ class GradReducer:
         self._bucket_bytes = bucket_bytes
         self._chunk_of = chunk_of or {}
         self._signature: list[Any] = []  # of the weights in the buckets
-        self._launcher = BucketLauncher((), {})
-        self._current_launcher()
+        self._launcher = BucketLauncher((), {})  # without buckets, for `_current_launcher` to close
+        self._current_launcher()  # makes the first buckets now; later calls make new ones only if weights have changed
 
     def _current_launcher(self) -> BucketLauncher:
         """Return the launcher; pack the weights into new buckets if any was frozen, unfrozen, replaced or converted."""

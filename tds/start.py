@@ -185,13 +185,13 @@ def exchange_declarations(engine: Any, settings: Mapping[str, Any], chunks: int)
         "extra_warmup": settings.get("extra_warmup"),
         "gradient_accumulation_steps": engine.micro_batches,
         "gradient_clipping": engine.gradient_clipping(),
-        "cuts of the layers": getattr(engine.module, "cuts", None) or engine.module.parts,
+        "cuts of the layers": engine.module.parts,  # DeepSpeed's name for the first layer of each group of layers
         "chunks": chunks,
         "dynamic_shape": engine.dynamic_shape,
     }
     contract = read_contract(engine.module, chunks, shared)
     if engine.num_stages > 1:
-        from .untied import warn_of_untied
+        from .untied import warn_of_untied  # a single stage does not need it
 
         stages = engine.grid.get_pipe_parallel_group()
         check_match(gather_objects(contract, stages))

@@ -27,9 +27,10 @@ class _Copy(NamedTuple):
 def tie_all_weights(module: Any, comms: Comm) -> None:
     """Extend each tie to all weights that its stages have, and give the stages equal initial values. Collective.
 
-    DeepSpeed ties the weights in `tied_weight_attr` only. Each stage would initialise and train its own copy of the
-    others, but a single stage has one module, so the numbers would depend on the layout. The values are those of the
-    stage that has the first layer with the key, as in one process. Buffers only start equal.
+    DeepSpeed ties only the weights in `tied_weight_attr`. Each stage would initialise and train its own copy of the
+    module's other weights. On a single stage, all layers with the key use one module, so the numbers would depend on
+    the layout. The initial values are those of the stage with the first of these layers, as in one process. Buffers
+    have equal initial values, too, but the stages then change them apart.
     module: the PipelineModule. comms: its `tied_comms`.
     Raises ValueError on all ranks if a weight of a tied module is on some of its stages only, or in several shapes.
     """
@@ -37,7 +38,8 @@ def tie_all_weights(module: Any, comms: Comm) -> None:
         return
     buffers = _agree_on_names(comms)
     for key, comm in comms.items():
-        # Count the weights that only this stage has in norms; DeepSpeed leaves out the whole module on later stages.
+        # On all stages but the first, DeepSpeed has set `ds_pipe_replicated` of all weights of the module, so that a
+        # gradient norm counts each weight once. A weight that is not tied is on this stage alone, so it must count.
         tied = {attrgetter(name)(comm["module"]) for name in comm["weight_attr"]}
         for p in comm["module"].parameters():
             if p not in tied:

@@ -61,13 +61,14 @@ def _refuse_other_model(reader: CheckpointReader, saved: Config, config: Config,
     differing = [name for name in saved_model if saved_model[name] != current_model[name]]
     # Fine-tuning for longer contexts changes only rotary settings and the window size.
     is_extension = all(name.startswith("rope_") or name == "sliding_window" for name in differing)
-    # `wanted.position` is False only in a run that starts with --finetune. A run that resumes from its own checkpoint
-    # ignores --finetune, so its model must stay the same.
-    if not differing or (is_extension and not wanted.position):
+    # Only --finetune starts at iteration 0 with the weights of a checkpoint. It has this effect on the checkpoint of
+    # --load, but is ignored if the run resumes from its own checkpoint.
+    starts_finetuning = not wanted.position
+    if not differing or (is_extension and starts_finetuning):
         return
     differences = describe_differences(saved_model, current_model)
     advice = ""
-    if is_extension and config.checkpoint.finetune:
+    if is_extension and config.checkpoint.finetune:  # the flag is given, but ignored
         advice = "; --finetune has no effect on a run's own checkpoint, so give another --run-dir for a new run"
     elif is_extension:
         advice = "; pass --finetune to continue with this run's values"

@@ -110,15 +110,14 @@ class Saver:
         temporary = temporary_folder(final)
         # The end of this block is a collective, so no rank writes before rank 0 has made the folder.
         with discard_on_failure(temporary):
+            folder = temporary  # one folder for all ranks; `finish` renames it to `final`
             if self._uploads is not None:
-                folder = self._uploads.prepare(final)  # a folder of this rank
-            else:
-                folder = temporary  # one folder for all ranks
-                if is_rank_0():
-                    remove(folder)
-                    folder.mkdir(parents=True)
+                folder = self._uploads.prepare(final)  # a folder of this rank; its files are uploaded to `final`
+            elif is_rank_0():
+                remove(folder)
+                folder.mkdir(parents=True)
 
-        facts = gather_objects(collect_facts(self.engine))  # facts of all ranks
+        facts = gather_objects(collect_facts(self.engine))  # step count, moments, buffers, checksum of each rank
         optimizer = optimizer_entry(facts, self.engine)
         parts = local_parts(self.engine, optimizer["moments"])
         buffers = SavedBuffers(self.engine.module, [each.buffers for each in facts])
@@ -127,7 +126,7 @@ class Saver:
                 self._warned.add(warning)
                 print_rank_0(warning)
 
-        steps = differing_steps(self.engine, parts, optimizer["step"])
+        steps = differing_steps(self.engine, parts, optimizer["step"])  # such as those of weights frozen for a while
         share = Share(folder / share_file_name(), parts, buffers, common_checksum(facts), steps)
         # The state is copied, because training changes it during a background save.
         self._pending = _PendingSave(final, TrainState(**asdict(state)), optimizer, share)

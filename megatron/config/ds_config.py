@@ -41,6 +41,7 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
     """
     content = read_file(config, tds.complaint)
     file_values = reconcile_values(config, content, world_size)
+    # For each setting, the flag comes first, then the file, then the default.
     precision = config.train.dtype
     if precision == "auto":
         precision = file_values.precision or ("bf16" if fast_bf16 else "fp32")
@@ -57,12 +58,14 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
 
         notes += notes_on_keys(config, content, precision, zero_stage)
         zero1_keys = keys_read_by_zero1(content, precision, zero_stage)
-    # If the file configures the reduction of gradients, DeepSpeed must do it.
-    overlaps_reduction = config.parallel.overlap_grad_reduce and REDUCTION_KEYS.isdisjoint(content)
+    # Either tds reduces gradients over the replicas, during the backward pass, or DeepSpeed does. It is DeepSpeed if
+    # --no-overlap-grad-reduce is given, or if the file configures the reduction.
+    tds_may_reduce = config.parallel.overlap_grad_reduce and REDUCTION_KEYS.isdisjoint(content)
     # tds' ZeRO 1 reads only the keys zero_optimization.stage and bf16.enabled. If the file sets other keys of these two
     # sections, use DeepSpeed's ZeRO 1. DeepSpeed also has the dynamic loss scale of fp16.
-    own_zero1 = overlaps_reduction and zero_stage == 1 and precision in ("fp32", "bf16") and not zero1_keys
-    own_reduction = overlaps_reduction and zero_stage == 0  # in fp32 or fp64: `zero_conflicts` refuses fp16 and bf16
+    own_zero1 = tds_may_reduce and zero_stage == 1 and precision in ("fp32", "bf16") and not zero1_keys
+    # Without ZeRO, tds reduces in fp32 or fp64, as `zero_conflicts` has refused fp16 and bf16.
+    own_reduction = tds_may_reduce and zero_stage == 0
     raise_first_problem(own_reduction_conflicts(config, zero_stage, own_zero1, own_reduction))
     rules_file = config.optim.param_groups
     param_rules = () if rules_file is None else read_param_rules(rules_file)
@@ -73,6 +76,7 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
         clip_grad=clip_grad,
         log_interval=int(_first_given(config.log.log_interval, file_values.log_interval, 10)),
         wall_clock_breakdown=bool(content.get("wall_clock_breakdown", False)),
+        # A pipeline engine chooses by itself who reduces gradients.
         overlap_grad_reduce=own_reduction and config.parallel.pipe_parallel_size == 0,
         distributed_optimizer=own_zero1,
         notes=tuple(notes),

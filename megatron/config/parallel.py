@@ -152,8 +152,9 @@ class ParallelConfig(Section):
 
         micros: number of micro-batches of a step.
         """
-        if self.pipeline_schedule in SCHEDULES.choices:
+        if self.pipeline_schedule in SCHEDULES.choices:  # a built-in schedule
             return self.pipeline_schedule == "zb-h1"
+        # A schedule that the script has registered by tds.schedule.register(). Only this case needs to import tds.
         from . import schedules
 
         return schedules.splits_backward(self.pipeline_schedule, self.stages, micros)

@@ -107,7 +107,8 @@ def _drop_unused_rope(values: dict[str, Any], new: Mapping[str, Any], source_of:
 def given_in_files(sources: Sequence[Source]) -> dict[str, Any]:
     """Return the settings that the user's --config files give, without those of files that a run or import has saved.
 
-    Such a file contains all settings, at least those of the model. In a shorter file, a default value was chosen, too.
+    A handwritten file contains only chosen settings, so each of them counts, even if its value is the default. A saved
+    file also contains all other settings of the model, and does not show which ones were chosen.
     """
     given: dict[str, Any] = {}
     for source in sources:

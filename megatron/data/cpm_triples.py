@@ -56,8 +56,9 @@ class CPMTripleDataset(T5Samples):
         """Raise DatasetError if the sentinels of the first document do not begin at the size of the vocabulary."""
         context = self._document_part("context", self.documents.start)
         found_sentinels = context[context >= self.first_id]
-        num_spans = len(self._document_part("target_offset", self.documents.start)) // 2
-        # If none is found, one is expected nevertheless, so that the check fails, unless the document has no spans.
+        num_spans = len(self._document_part("target_offset", self.documents.start)) // 2  # 2 numbers for each span
+        # A document with 3 spans may have the sentinels V, V + 1 and V + 2, or only the first ones, but no fourth one.
+        # It must have one: if none is found, V is expected, so that the check fails.
         num_expected = min(num_spans, max(len(found_sentinels), 1))
         if not np.array_equal(found_sentinels, self.first_id + np.arange(num_expected)):
             raise DatasetError(

@@ -42,17 +42,21 @@ def check_order(indexed: IndexedDataset, index: str) -> bool:
     documents_offset = pointers_offset + 8 * sequences  # after the pointers, int64
     begin = 0  # byte of the .bin file at which the next sequence must begin
     one_sequence_each = True
+    # Each round checks the same range of entries of both tables. The shorter table ends in an earlier round; after
+    # that, its arrays are empty, which passes all checks.
     for first_entry in range(0, max(sequences, documents), ENTRIES_AT_ONCE):
+        # Sequences: each must begin where the one before it ends. With begin 0, sizes of 3 and 2 tokens and 2 bytes a
+        # token, `bounds` is 0 6 10 and the pointers must be 0 and 6.
         sizes = indexed.sizes[first_entry : first_entry + ENTRIES_AT_ONCE]
         pointers = _read_int64(index, pointers_offset + 8 * first_entry, len(sizes))
         ends = begin + np.cumsum(sizes, dtype=np.int64) * indexed.dtype.itemsize
         bounds = np.concatenate([[begin], ends])
-        is_consecutive = pointers == bounds[: len(sizes)]  # each sequence must begin where the one before it ends
+        is_consecutive = pointers == bounds[:-1]
         if (sizes < 0).any() or not is_consecutive.all():
             raise DatasetError(f"{prefix}.idx is damaged: its sequences are not consecutive in the .bin")
         begin = int(bounds[-1])
-        # Entries 0 2 3 give two documents of 2 and 1 sequences, so one entry more than documents is read. The index may
-        # have fewer document entries than sequences; `entries` is then negative, and nothing is read.
+        # Documents: entries 0 2 3 give two documents of 2 and 1 sequences, so one entry more than documents is read. If
+        # the entries have ended before this range, `entries` is negative, and nothing is read.
         entries = min(ENTRIES_AT_ONCE + 1, documents - first_entry)
         counts = np.diff(_read_int64(index, documents_offset + 8 * first_entry, entries))
         if (counts < 0).any():

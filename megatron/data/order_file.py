@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..atomic import atomic_file, file_lock, private_temp_folder, temporary_name
-from .pages import Arrays, release_pages
+from .pages import Arrays
 
 if TYPE_CHECKING:
     from .sample_order import SampleOrder
@@ -34,24 +34,15 @@ def map_epoch(sample_order: "SampleOrder", number: int, folder: str) -> OrderArr
     """
     name = _name_of(sample_order, number)
     specs = sample_order._array_specs()
-    size = sum(length * np.dtype(dtype).itemsize for length, dtype in specs.values())
     try:
         candidates = [Path(folder) / name, scratch_folder() / name]  # the second one if the first cannot be created
-        path = _find_file(candidates, size)
-        if path is None:
-            with file_lock(scratch_folder() / f"{name}.lock"):
-                # Another process may have created the file while this one waited for the lock.
-                path = _find_file(candidates, size)
-                if path is None:
-                    path = _create(candidates, specs, size, lambda new: sample_order._fill_arrays(number, new))
+        path = _find_or_create(candidates, specs, lambda new: sample_order._fill_arrays(number, new))
         arrays = _map_views(path, specs, "r")
     except OSError as error:
         consequence = "every process keeps a copy in memory; to save memory, set TMPDIR to a folder with free space"
         print(f"cannot write the sample order to a file ({error.strerror}), so {consequence}", file=sys.stderr)
         return None
-    for array in arrays.values():
-        release_pages(array)
-    # The file of the epoch before the previous one is deleted, as an order file takes 12 or more bytes a document.
+    # No process needs the epoch before the previous one any more, and an order file takes 12 or more bytes a document.
     remove(folder, _name_of(sample_order, number - 2))
     return arrays
 
@@ -73,6 +64,19 @@ def remove(folder: str | os.PathLike[str], name: str) -> None:
 def scratch_folder() -> Path:
     """Return this user's folder for order files on this machine. Raises ValueError if other users can write to it."""
     return private_temp_folder("sample-orders")
+
+
+def _find_or_create(candidates: list[Path], arrays: Arrays, fill: FillArrays) -> Path:
+    """Return the path of the file, which one process of the node creates while the others wait; see `_create`."""
+    size = sum(length * np.dtype(dtype).itemsize for length, dtype in arrays.values())
+    path = _find_file(candidates, size)
+    if path is None:
+        with file_lock(scratch_folder() / f"{candidates[0].name}.lock"):
+            # Another process may have created the file while this one waited for the lock.
+            path = _find_file(candidates, size)
+            if path is None:
+                path = _create(candidates, arrays, size, fill)
+    return path
 
 
 def _find_file(candidates: list[Path], size: int) -> Path | None:

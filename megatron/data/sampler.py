@@ -69,7 +69,7 @@ def build_loader(
     return _Loader(
         endless,
         batch_sampler=sampler,
-        collate_fn=pack if num_workers else collate,
+        collate_fn=pack if num_workers else collate,  # workers send bytes, not shared memory; `_Loader` unpacks them
         num_workers=num_workers,
         # Unlike forked workers, spawned workers do not inherit threads or accelerator state. Unlike workers of a
         # forkserver, they are children of this process, so they notice when it dies.

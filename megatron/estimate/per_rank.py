@@ -219,8 +219,10 @@ class _StepMemory:
             gradients = self.gradients * (1 - remaining / self.stage.count.held)
         if self.resolved.distributed_optimizer:  # it allocates a whole bucket of gradients with the first of them
             gradients = min(self.gradients, gradients + self.bucket_bytes)
-        largest_matrix = count_layers([self.layers[index]], self.config).largest
-        working = backward_working(self.shapes, self.layers[index]) + largest_matrix * self.shapes.width
+        layer = self.layers[index]
+        working = backward_working(self.shapes, layer)  # gradients of activations
+        # The gradient of a matrix is a separate tensor until it is added to `gradients`. The largest matrix counts.
+        working += count_layers([layer], self.config).largest * self.shapes.width
         working += recomputed_bytes(self.shapes, self.layers) + self._partition_of_micro_batch()
         return self._memory(gradients, self.communication, kept_activations, self.pending_logits, working)
 
@@ -259,15 +261,15 @@ class _StepMemory:
             return 0.0
         if resolved.zero_stage == 1 and resolved.precision == "bf16":  # all sums in fp32 are copied to a flat tensor
             return self.gradients if self.replicas > 1 else 0.0
+        # All others have a bucket. Its gradients, or all if they do not fill it, are copied before replicas sum them.
         count = self.trained
         bucket_bytes = _bucket_bytes(resolved, self.shapes.width)
-        # The gradients in the bucket, or all if they do not fill it, are copied once more before replicas sum them.
         flat_copy = min(bucket_bytes, count.held * self.shapes.width) if self.replicas > 1 else 0.0
         if resolved.precision == "bf16":  # ZeRO 2, which copies one matrix after the other to fp32 (4 bytes)
             return flat_copy + 4.0 * count.largest
         if resolved.precision == "fp16" and self.config.parallel.stages > 1:  # a pipeline has a second bucket
             flat_copy = max(flat_copy, bucket_bytes)
-        # Besides the bucket, the gradients of this rank's share are copied, each matrix that touches it as a whole.
+        # In fp16 and fp32, this rank's share of the gradients is copied, too: each matrix that touches it as a whole.
         return flat_copy + count.touched_elements(self.replicas) * _grad_width(resolved)
 
     def embedding(self) -> Memory:
@@ -296,10 +298,8 @@ class _StepMemory:
         return self._memory(self.gradients, communication, working=buffers)
 
     def _with_decay(self, copied_bytes: float) -> float:
-        """Return the bytes of copies while SGD steps: torch adds the weight decay to a copy of the gradients.
-
-        With DeepSpeed's ZeRO, the gradients are one tensor. ZeRO 2 and 16-bit runs have freed other copies then.
-        """
+        """Return the bytes of copies while SGD steps: torch adds the weight decay to a copy of the gradients."""
+        # Only with DeepSpeed's ZeRO, the gradients are one large tensor.
         if not (self.deepspeed_zero and self.config.optim.weight_decay):
             return copied_bytes
         # ZeRO steps this rank's share of the parameters, in at least fp32 (4 bytes).
@@ -383,8 +383,7 @@ def rank_memory(
     config: Config, resolved: Resolved, world: int, accelerated: bool, stages: Sequence[Stage]
 ) -> list[Memory]:
     """Return the peak memory of a step on a rank of each stage, in the order of stages."""
-    # Number of ranks with a copy of the same weights.
-    replicas = config.parallel.data_parallel_size(world) * config.parallel.context_parallel_size
+    replicas = config.parallel.data_parallel_size(world) * config.parallel.context_parallel_size  # copies of a weight
     memories = []
     for stage in stages:
         step_memory = _StepMemory(stage, config, resolved, replicas, accelerated)

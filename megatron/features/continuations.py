@@ -59,7 +59,7 @@ class _NextLogits:
                 requests.append(Request([*context, 0], num_targets=1))
             micro_batches.append(self._scorer.micro_batch(requests))
 
-        # The forward pass calls the loss of the model, so a recorder takes its place for this pass.
+        # The forward pass gives the logits only to the loss of the model, so a recorder takes the place of the loss.
         module = self._engine.deepspeed.module
         loss = module.loss_fn
         recorder = _LogitsRecorder(loss)
@@ -69,17 +69,18 @@ class _NextLogits:
         finally:
             module.loss_fn = loss
 
-        # All replicas and model-parallel ranks compute the same logits, so the first of each reports. With context
-        # parallelism, each rank reports the texts whose last token is on this rank.
+        # The recorder of the last stage now has (rows, logits) of each micro-batch. All replicas and model-parallel
+        # ranks have the same, so the first of each reports. With context parallelism, all ranks of this replica report,
+        # each the texts whose last token is on this rank.
         mesh = mpu.get_mesh()
         is_reporter = mesh.model.rank == 0 and mesh.share.rank == 0
         reported = recorder.target_logits if is_reporter else []
         logits_of_text: dict[int, Tensor] = {}
-        for rank_logits in gather_objects(reported):
-            for batch, (rows, values) in enumerate(rank_logits):
-                for row, value in zip(rows.tolist(), values, strict=True):
+        for micro_batches_of_rank in gather_objects(reported):
+            for number, (rows, row_logits) in enumerate(micro_batches_of_rank):
+                for row, text_logits in zip(rows.tolist(), row_logits, strict=True):
                     # Texts fill the micro-batches in order: with 4 texts each, row 1 of micro-batch 2 is text 9.
-                    logits_of_text[batch * self._batch_size + row] = value
+                    logits_of_text[number * self._batch_size + row] = text_logits
         return torch.stack([logits_of_text[i] for i in range(len(texts))])
 
 

@@ -54,13 +54,16 @@ def corpus_bytes_per_target(run: Run, part: str, name: str) -> float | None:
     dataset = run.datasets[PARTS.index(part)] if part in PARTS else None
     if not data.names_corpora:
         return None
-    names = dict(zip(prefixes_of(data.paths), corpus_names(data.paths), strict=True))
+    # Prefix of a corpus, such as data/wiki_text_document, -> its short name, such as wiki.
+    name_of = dict(zip(prefixes_of(data.paths), corpus_names(data.paths), strict=True))
     counts: Counts = defaultdict(lambda: [0, 0])
-    for corpus in getattr(dataset, "datasets", ()):  # a blend has data sets, one for each corpus
+    # A blend has data sets, one for each corpus. Another data set has none, and a user's corpus may have no prefix.
+    for corpus in getattr(dataset, "datasets", ()):
         prefix = getattr(corpus, "prefix", "")
-        if names.get(prefix) == name:
+        if name_of.get(prefix) == name:
             with keep_random_state(run.device):
-                samples = _samples(corpus, range(sys.maxsize))  # as many as `_samples` permits
+                samples = _samples(corpus, range(sys.maxsize))  # `_samples` itself limits their number
+                # With a name, the list of corpora, here [], is not read.
                 _count_samples(samples, name, [], run, counts, MAX_TARGETS_OF_CORPUS)
     size, targets = counts[name]
     return size / targets if targets else None

@@ -77,15 +77,16 @@ class AttentionArgs(NamedTuple):
                 "a call with context parallelism has no mask of its own: see `views`, or leave it to `attend`"
             )
         mask: Any = self.mask.mask() if isinstance(self.mask, Documents) else self.mask
+        if mask is not None:
+            return mask, False  # a bool tensor by now, which hides later keys, too
         q = self.query.shape[2]
         k = self.key.shape[2]
-        # A mask, a bool tensor by now, hides later keys itself. A single query, as in decoding, sees all keys.
-        is_causal = self.causal and mask is None and q > 1
+        if q <= 1 or not self.causal:  # a single query, as in decoding, sees all keys
+            return None, False
         # torch hides later keys without a mask only if there is no bias and q = k; our dropout on a CPU needs a mask.
-        needs_mask = self.bias is not None or q != k or (self.p > 0 and self.on_cpu)
-        if is_causal and needs_mask:
-            return causal_mask(q, k, self.query.device), False  # the mask hides them
-        return mask, is_causal
+        if self.bias is not None or q != k or (self.p > 0 and self.on_cpu):
+            return causal_mask(q, k, self.query.device), False
+        return None, True
 
     def added(self) -> tuple[Tensor | None, bool]:
         """Return mask plus bias [1 or b, 1 or n, q, k], or None, and whether the kernel must also hide later keys."""

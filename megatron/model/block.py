@@ -287,7 +287,7 @@ class Block(TransformerLayer):
         loss of this layer's router.
         """
         hidden, document_ids = inputs[:2]
-        losses = list(inputs[2:])  # not `*losses`, which torch 2.11 compiles as a tuple
+        losses = list(inputs[2:])  # [] or [loss so far]; not `*losses`, which torch 2.11 compiles as a tuple
         s = mpu.whole_length(hidden, self.sequence) * self.context.size  # length of the whole sequence
         num_cached = caches.cached_length(self.context.size) if caches else 0
         mask = self.build_mask(document_ids, s, num_cached)
@@ -295,6 +295,6 @@ class Block(TransformerLayer):
         if self.build_rotation:
             restart_positions = self.role.restarts_positions and not caches  # a generated text is one document
             angles = self.build_rotation(document_ids, s, num_cached, restart_positions)
-        routing = self.make_routing(losses, document_ids)
+        routing = self.make_routing(losses, document_ids)  # holds the list `losses`, which the router changes in place
         hidden = self.run_layer(hidden, mask, caches=caches, angles=angles, routing=routing)
-        return hidden, document_ids, *losses  # `run_layer` has added this layer's loss to the list
+        return hidden, document_ids, *losses  # now with the loss of this layer's router

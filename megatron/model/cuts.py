@@ -61,7 +61,7 @@ def balanced_cuts(layers: Sequence[Layer], num_ranges: int, recomputed: bool) ->
     # [0, 5, 5, 0, 9], the units end at the layers 2, 3 and 5, and cost as much as 5, 5 and 9.
     ends = [end for end, layer in enumerate(layers, start=1) if layer.work]
     has_work = bool(ends)
-    # With too few layers of work, or without work in the last one, each layer is a unit of its own.
+    # If there are fewer units than ranges, or if layers follow the last unit, each layer is a unit of its own instead.
     if len(ends) < num_ranges or ends[-1] < len(layers):
         ends = list(range(1, len(layers) + 1))
     costs = []
@@ -72,7 +72,7 @@ def balanced_cuts(layers: Sequence[Layer], num_ranges: int, recomputed: bool) ->
             passes = FORWARD_TWICE_AND_BACKWARD if recomputed and layer.repeated else FORWARD_AND_BACKWARD
             cost = float(layer.work * passes)
         costs.append(cost)
-
-    # Cuts between units become cuts between layers: a range begins where the unit before it ends.
-    _, *cuts = cut_by_time(costs, num_ranges)  # the first range begins at 0
-    return [0, *[ends[cut - 1] for cut in cuts]]
+    # Unit i begins at layer begins[i], where the unit before it ends. With the ends 2, 3 and 5, `begins` is 0 2 3 5,
+    # and the cuts 0 2 3 of units are the cuts 0 3 5 of layers.
+    begins = [0, *ends]
+    return [begins[cut] for cut in cut_by_time(costs, num_ranges)]

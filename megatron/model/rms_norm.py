@@ -16,6 +16,8 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x [..., h] -> [..., h]."""
+        # torch computes this norm in one fused kernel on CUDA, and compiled code fuses its operations. On a CPU, torch
+        # runs them one after the other.
         if x.device.type != "cpu" or torch.compiler.is_compiling():
             return super().forward(x)
         if not torch.is_grad_enabled():

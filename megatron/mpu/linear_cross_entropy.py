@@ -91,17 +91,17 @@ def _logits_chunks(deferred: DeferredLogits, hidden: Tensor | None = None) -> It
 
 
 def _add_matmul(total: Tensor | None, x: Tensor, weight: Tensor, second_kernel: bool, factor: float = 1.0) -> Tensor:
-    """Add factor * (x [..., i] times the transpose of weight [o, i]) to total [..., o] in place.
+    """Add factor * (x [m, i] times the transpose of weight [o, i]) to total [m, o] in place, and return total.
 
-    If total is None, the result is a new tensor, in at least fp32. If total has the dtype of x, torch's matmul adds
-    to it in a single pass over memory.
+    total: None for the first chunk; the result is then a new tensor, in at least fp32. second_kernel: see `matmul`.
     """
-    if total is None:  # the first chunk
+    if total is None:
         result = matmul(x, weight, None, second_kernel).to(torch.promote_types(x.dtype, torch.float32))
         if factor != 1.0:
             result.mul_(factor)
         return result
-    # The dtypes differ in 16 bits, where `total` is in fp32. The second kernel (see `matmul`) only returns new tensors.
+    # addmm_ adds the product within the matmul, in a single pass over memory. It needs one dtype, but in 16 bits,
+    # `total` is in fp32. It is also torch's own kernel, while the second one only returns new tensors.
     if total.dtype == x.dtype and not second_kernel:
         return total.addmm_(x, weight.t(), alpha=factor)
     return total.add_(matmul(x, weight, None, second_kernel), alpha=factor)

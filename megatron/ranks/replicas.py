@@ -142,13 +142,18 @@ def _describe_difference(fingerprints: Mapping[WeightKey, int], tied: Mapping[st
     stage = mpu.get_mesh().pipe.rank
     own_values = {}
     for key, value in fingerprints.items():
-        held_stage = None if key.name in tied else stage  # copies of a tied weight lie on several stages
+        # Weights of one name on several stages are copies only if they are tied. Other such weights, outside the layers
+        # of a PipelineModule, are trained by each stage alone, so the stage is a part of what identifies them.
+        held_stage = None if key.name in tied else stage
         own_values[(key, held_stage)] = value
     values_by_rank = gather_objects(own_values)
-    keys = dict.fromkeys(chain(*values_by_rank))  # an ordered set of all ranks' weights
-    for weight in keys:
-        value_by_rank = {rank: held[weight] for rank, held in enumerate(values_by_rank) if weight in held}
-        _, first_rank, other_ranks = split_by_majority(value_by_rank)
+    weights = dict.fromkeys(chain(*values_by_rank))  # an ordered set of the pairs (key, stage) of all ranks
+    for weight in weights:
+        value_by_rank = {}
+        for rank, held in enumerate(values_by_rank):
+            if weight in held:
+                value_by_rank[rank] = held[weight]
+        _, first_rank, other_ranks = split_by_majority(value_by_rank)  # others than the most frequent value
         if other_ranks:
             return (
                 f"the weight {weight[0].name} on {describe_ranks(other_ranks)} differs from its copy on rank "

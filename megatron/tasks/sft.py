@@ -42,7 +42,7 @@ def batch(data: Batch | None, config: Config) -> tuple[tuple[Tensor, ...], Targe
     tokens = tensors["tokens"]
     document_ids = tensors["document_ids"]
     inputs = (tokens, positions_in_documents(document_ids), document_ids.int())
-    if config.model.num_experts is not None:
+    if config.model.num_experts is not None:  # the loss of their routers is a mean over all text, not over targets
         extra["text"] = count_text_tokens(tokens, document_ids, mpu.context_axis())
     loss_mask = tensors["loss_mask"].float()
     return inputs, targets_of(tensors["labels"], loss_mask, extra)

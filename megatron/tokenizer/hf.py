@@ -207,17 +207,17 @@ class HFTokenizer(Tokenizer):
 def _added_marks(
     tokenizer: Any, vocabulary: Mapping[str, int], path: Path, end: str
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the special added tokens, and the other added tokens that belong to `marks`, as name -> id each.
+    """Return the special added tokens, and the others whose names chat templates may use (`marks`), as name -> id each.
 
-    Added tokens that are not special are in `marks` only if they look like <name> or [name], or if
-    tokenizer_config.json lists them, for example as eos_token. Other added tokens, such as the words and white space of
-    CodeGen and Phi, are plain text.
+    The end-of-document token `end` and T5's sentinels are special, even if the file does not mark them as such.
+    The others look like <name> or [name], or tokenizer_config.json lists them, for example as eos_token. Further added
+    tokens, such as the words and white space of CodeGen and Phi, are plain text.
     """
-    added_tokens = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
     listed_names = {name for name in read_token_names(path) if name.strip()}
     specials = {}
     others = {}
-    for name, token in added_tokens.items():
+    for token in tokenizer.get_added_tokens_decoder().values():
+        name = token.content
         if token.special or name == end or SENTINEL.fullmatch(name):
             specials[name] = vocabulary[name]
         elif name in listed_names or TOKEN_LIKE.fullmatch(name):

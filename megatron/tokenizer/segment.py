@@ -125,25 +125,25 @@ def _find_ties(hmm: Any) -> set[str]:
 def _transition_gaps(hmm: Any) -> Iterator[float]:
     """Yield how much better the transitions of two words are than those of one, for all neighbours of the two.
 
-    As two words, two characters have the states S S; as one word, B E.
+    As two words, two characters have the states S S; as one word, B E. With t(x, y), the log probability of the
+    transition from state x to state y, and the states p before and q after the two characters, a gap is
+    [t(p, S) + t(S, S) + t(S, q)] - [t(p, B) + t(B, E) + t(E, q)].
     """
     trans = hmm.trans_P
     from_single = trans["S"]
     from_end = trans["E"]
-    # From the neighbour before to S, minus that to B. The neighbour is the begin of the text, or a character that ends
-    # a word (E) or is one (S).
+    # t(p, S) - t(p, B): p is the begin of the text, or a character that ends a word (E) or is one (S).
     before = [hmm.start_P["S"] - hmm.start_P["B"]]
-    for state in (from_end, from_single):
-        before.append(state["S"] - state["B"])
-    # From S to the neighbour after, minus that from E. The neighbour is the end of the text, or a character that begins
-    # a word (B) or is one (S).
+    for from_state in (from_end, from_single):
+        before.append(from_state["S"] - from_state["B"])
+    # t(S, q) - t(E, q): q is the end of the text, without a transition, or a character that begins a word (B) or is
+    # one (S).
     after = [0.0]
     for state_after in ("B", "S"):
         after.append(from_single[state_after] - from_end[state_after])
-    for left in before:
-        for right in after:
-            # Within the two characters: from S to S, minus from B to E.
-            yield left + right + from_single["S"] - trans["B"]["E"]
+    for gap_before in before:
+        for gap_after in after:
+            yield gap_before + gap_after + from_single["S"] - trans["B"]["E"]
 
 
 class _RjiebaSegmenter:

@@ -143,14 +143,14 @@ class MetricsWriter:
         the next call. In all other cases, an error removes the writer, which gets no more rows.
         """
         unsent = self._unsent[writer.name]
-        count = len(unsent)
+        has_kept_rows = len(unsent) > 1  # the last row is new; others were kept when a write failed
         try:
             while unsent:
                 writer.write(*unsent[0])  # the iteration and its numbers
                 del unsent[0]  # only now, so that an error keeps the row
         except Exception as error:  # services such as MLflow may raise errors of any class
             if isinstance(error, OSError) and getattr(writer, "retries", False):
-                if count == 1:  # the first failed row; later rows wait for it without another note
+                if not has_kept_rows:  # the first failure; one note is enough for it and those that follow
                     tqdm.write(
                         f"note: {writer.name} cannot be written ({error.strerror}); its rows are kept until it can"
                     )

@@ -53,8 +53,9 @@ class Saves(Feature):
         signal, all_have_written = run.signals.agree(has_written)
         if signal is StopSignal.SAVE_AND_STOP or due(iteration, settings.exit_interval or 0):
             run.stop = True
-        # `agree` returns what the ranks reported at its previous call. So in the iteration after a save began,
-        # `all_have_written` is still a report from before this save.
+        # `agree` returns what the ranks reported at its previous call. If a save began at the end of iteration 10, the
+        # call in iteration 11 returns reports of iteration 10, from before the save. The call in iteration 12 is the
+        # first that returns reports about this save.
         if run.saver.is_pending and all_have_written and iteration > self._save_began + 1:
             self._finish_save()
         is_due = signal is StopSignal.SAVE or due(iteration, settings.save_interval)

@@ -67,11 +67,13 @@ def _interleaved(ours: str, theirs: tuple[str, ...], groups: int, first_size: in
     sizes = [first_size, *[1] * (len(theirs) - 1)]
 
     # Two groups with a first size of 2: our heads q0 q1 k0 v0 q2 q3 k1 v1 are q0 q1 q2 q3, k0 k1 and v0 v1 in theirs.
+    # With heads of 64 rows, the view of ours is [2, 4, 64, ...]. It is split into [2, 2, 64, ...], [2, 1, 64, ...] and
+    # [2, 1, 64, ...], which are flattened to the 256, 128 and 128 rows of theirs.
     def split(t: Tensor) -> Parts:
-        by_group = t.view(groups, sum(sizes), -1, *t.shape[1:])  # [groups, parts of a group, rows of a part, ...]
+        by_group = t.view(groups, sum(sizes), -1, *t.shape[1:])
         return [part.flatten(0, 2) for part in torch.split(by_group, sizes, 1)]
 
-    def join(ts: Parts) -> Tensor:
+    def join(ts: Parts) -> Tensor:  # the inverse of `split`
         by_group = []
         for t, size in zip(ts, sizes, strict=True):
             by_group.append(t.view(groups, size, -1, *t.shape[1:]))

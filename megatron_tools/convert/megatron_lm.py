@@ -124,13 +124,13 @@ class RankFiles:
 
         is_complete: whether the files are complete, although they record no number of layers.
         """
-        recorded_layers = self.settings.get("num_layers", given_layers)
-        if recorded_layers is None and not is_complete:
+        known_layers = self.settings.get("num_layers", given_layers)  # by the files, else by --num-layers
+        if known_layers is None and not is_complete:
             raise ValueError(
                 f"{self.folder} does not record the number of layers (there are files of "
                 f"{self.layers} layers); give --num-layers"
             )
-        for expected in (recorded_layers, given_layers):
+        for expected in (known_layers, given_layers):
             if expected not in (None, self.layers):
                 raise ValueError(
                     f"{self.folder} contains {self.layers} layers, but its settings or --num-layers give {expected}"

@@ -51,6 +51,9 @@ class Efficiency:
 
 
 DEFAULT = Efficiency()
+# Most latency that counts for a message of a collective. This is assumed, not measured. Of the clusters in
+# configs/clusters, it lowers the latencies of 910a, 910b and laptop_cpu.
+MAX_STEP_LATENCY = 1e-5
 
 
 @lru_cache(maxsize=65536)
@@ -89,8 +92,8 @@ def all_reduce_seconds(size: float, ranks: int, stride: int, cluster: Cluster, e
     steps = 2 * (ranks - 1)
     sent = steps / ranks * size
     bandwidth = link.gigabytes_per_second * 1e9 * e.link
-    # Each step of the ring has the latency of one message, of which at most 10 us count.
-    return sent / bandwidth + steps * min(link.latency_seconds, 1e-5)
+    # Each step of the ring has the latency of one message.
+    return sent / bandwidth + steps * min(link.latency_seconds, MAX_STEP_LATENCY)
 
 
 def expert_bytes(shapes: Shapes, layer: Layer) -> float:
@@ -124,8 +127,8 @@ def _all_to_all_seconds(shapes: Shapes, layer: Layer, cluster: Cluster, e: Effic
     far_seconds = bytes_to_other_nodes / (cluster.between.gigabytes_per_second * 1e9 * e.link)
     near_seconds = bytes_in_node / (cluster.inside.gigabytes_per_second * 1e9 * e.link)
     slowest = cluster.slowest_link(ranks, shapes.ranks)
-    # Both kinds of links work at the same time. At most 10 us of latency count for each message.
-    latency = (ranks - 1) * min(slowest.latency_seconds, 1e-5)
+    # Both kinds of links work at the same time.
+    latency = (ranks - 1) * min(slowest.latency_seconds, MAX_STEP_LATENCY)
     return max(far_seconds, near_seconds) + latency
 
 
@@ -201,27 +204,29 @@ def stage_seconds(
     seconds = Seconds()
     for layer in stage.layers:
         matmul_flops, score_flops = layer_flops(shapes, layer)
+        forward_flops = matmul_flops + score_flops
         # A backward pass has the work of two forward passes, and recomputation repeats the forward pass. The model's
         # FLOPs do not count repeated work.
         repeats = 4 if recomputes and layer.repeated else 3
-        model_flops += 3 * (matmul_flops + score_flops)
-        done_flops += repeats * (matmul_flops + score_flops)
+        model_flops += 3 * forward_flops
+        done_flops += repeats * forward_flops
         seconds.matmuls += repeats * matmul_flops / matmul_rate
-        if layer.repeated:
+        if layer.repeated:  # a transformer layer, which also has attention, memory traffic and collectives
             qkv_flops = _recomputed_flops(shapes, layer)
             done_flops += qkv_flops
             seconds.matmuls += qkv_flops / matmul_rate
             _add_layer_seconds(seconds, layer, score_flops, shapes, resolved, cluster, e)
         elif layer.name == "head":
-            # Loss and softmax are taken to read or write the logits and their gradients six times in all, and each rank
-            # has its shard of the vocabulary.
-            logits = 6 * shapes.layer_tokens(layer) * padded_vocabulary(shapes.config, shapes.ranks) / shapes.ranks
-            seconds.memory += logits * shapes.width / memory_rate
+            # The matmul is counted above. Loss and softmax are taken to access the logits and their gradients six times
+            # in all, to read or write them, and each rank has its shard of the vocabulary.
+            accesses = 6 * shapes.layer_tokens(layer) * padded_vocabulary(shapes.config, shapes.ranks) / shapes.ranks
+            seconds.memory += accesses * shapes.width / memory_rate
     if resolved.zero_stage == 3:
         # The weights are gathered for the forward and for the backward pass. Each gather is half of an all-reduce.
         weight_bytes = stage.count.held * shapes.width
         seconds.weights = all_reduce_seconds(weight_bytes, replicas, shapes.ranks, cluster, e)
     if p.stages > 1:
+        # Ranks of neighbouring stages lie as many ranks apart as a stage has.
         link = cluster.slowest_link(p.stages, shapes.ranks * replicas)
         bandwidth = link.gigabytes_per_second * 1e9 * e.link
         message_time = boundary_bytes(stage, shapes) / bandwidth + link.latency_seconds

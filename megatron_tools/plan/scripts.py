@@ -107,17 +107,16 @@ def _run_script(layout: Layout, cluster: Cluster) -> str:
             f'--nproc-per-node {per_node} --master-addr "${{MASTER_ADDR:?the address of node 0}}" '
             f'--master-port "${{MASTER_PORT:-29500}}"'
         )
-    in_checkout = (CHECKOUT / "tools/launch.py").is_file()
-    start_command = f'"$PYTHON" "$ROOT/tools/launch.py" {launch_flags} "$ROOT/pretrain_{model.family}.py"'
-    variables = f"\nROOT=${{ROOT:-{shlex.quote(str(CHECKOUT))}}}\nPYTHON=${{PYTHON:-python}}"
     data_commands = REQUIRE_USER_DATA
-    if model.vocab_size >= MIN_SAMPLE_VOCABULARY:
-        data_commands = _prepare_sample_data(model.vocab_size)
-    # If this project is installed as a package, its commands are on PATH, and there is no sample corpus.
-    if not in_checkout:
+    if (CHECKOUT / "tools/launch.py").is_file():
+        variables = f"\nROOT=${{ROOT:-{shlex.quote(str(CHECKOUT))}}}\nPYTHON=${{PYTHON:-python}}"
+        start_command = f'"$PYTHON" "$ROOT/tools/launch.py" {launch_flags} "$ROOT/pretrain_{model.family}.py"'
+        if model.vocab_size >= MIN_SAMPLE_VOCABULARY:
+            data_commands = _prepare_sample_data(model.vocab_size)
+    else:  # this project is installed as a package: its commands are on PATH, and there is no sample corpus
         variables = ""
         start_command = f"megatron-launch {launch_flags} -m pretrain_{model.family}"
-        data_commands = REQUIRE_USER_DATA
+    # {{ and }} are the braces of shell variables.
     return f"""#!/usr/bin/env bash
 # Written by tools/plan.py: {layout.name} on {layout.devices} devices of {cluster.name}.
 # Flags given to this script are passed to the run.

@@ -113,17 +113,17 @@ def _loss_charts(runs: Runs) -> list[Chart]:
             levels.append({"run": index, "label": f"unigram entropy of the {text_name}", "y": round(nats, 4)})
         for row in train:
             marks += _spike_marks(index, row)
-        marks += _nan_marks(index, train)
-    by_corpus = _split_lines(runs, "lm_loss", 1, "train", "valid", "test")
-    tasks = _split_lines(runs, "accuracy", 100, "eval")
-    shared = _merge_shared_levels(levels, len(runs))
-    ppl_levels = []
-    for level in shared:
+        marks += _nan_marks(index, train)  # at most one: the iteration from which on all losses are NaN
+    by_corpus = _split_lines(runs, "lm_loss", 1, "train", "valid", "test")  # in nats, as logged
+    tasks = _split_lines(runs, "accuracy", 100, "eval")  # logged shares as percentages
+    shared_levels = _merge_shared_levels(levels, len(runs))
+    ppl_levels = []  # the same levels as perplexities, with 5 digits
+    for level in shared_levels:
         level_ppl = float(f"{math.exp(level['y']):.5g}")
         ppl_levels.append({**level, "y": level_ppl})
     return [
         # name, title, unit, whether the axis is logarithmic, lines, levels, marks
-        Chart("loss", "Loss", "nats per token", False, loss, shared, marks),
+        Chart("loss", "Loss", "nats per token", False, loss, shared_levels, marks),
         Chart("corpora", "Loss by corpus", "nats per token", False, by_corpus),
         Chart("tasks", "Accuracy on --eval-tasks", "%", False, tasks, zero=True),
         Chart("ppl", "Perplexity", "", True, perplexity, ppl_levels),

@@ -41,9 +41,12 @@ class Range:
         """
         if value is None:
             return []
-        # A range such as `rotary` is no flag itself; its values are words such as `--rope-theta 50`.
-        text = format_flag(self.name, value) if self.name.startswith("--") else str(value)
-        return text.split()
+        # Range("--num-layers", ...) gives ["--num-layers", "3"] for the value 3. Range("rotary", ...) is named after no
+        # flag, so its values are words themselves: "--rope-theta 50" gives ["--rope-theta", "50"].
+        words: str = value
+        if self.name.startswith("--"):
+            words = format_flag(self.name, value)
+        return words.split()
 
 
 EXPERTS = ("--num-experts",)
@@ -205,8 +208,9 @@ def case_of(chosen: Chosen) -> Case:
     family = chosen.get("--family", "llama")
     flags = ["--family", family]
     for setting_range in ranges_of(family).values():
-        # The needs of a setting, such as --num-experts or pp, are met if their values are chosen, so not plain.
-        if all(map(chosen.get, setting_range.needs)):
+        # --experts-per-token needs --num-experts: it has an effect only if --num-experts is not plain. What is in
+        # `chosen` is not plain, so the needs must be keys of it.
+        if set(setting_range.needs) <= chosen.keys():
             value = chosen.get(setting_range.name, setting_range.plain)
             flags += setting_range.to_flags(value)
     layout_sizes = {name: chosen[name] for name in LAYOUT_KEYS if name in chosen}
