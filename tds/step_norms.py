@@ -28,7 +28,7 @@ class _Slice(NamedTuple):
 
     def narrow(self, tensor: Tensor) -> Tensor:
         """Return the slice of a tensor of the owner's shape."""
-        return tensor.detach().view(-1).narrow(0, self.start, self.numel)
+        return tensor.detach().reshape(-1).narrow(0, self.start, self.numel)
 
 
 class StepNorms:
@@ -72,7 +72,7 @@ class StepNorms:
             if p.requires_grad:
                 continue
             if hasattr(p, "ds_id") or is_first_holder(p, self._is_first_replica):
-                elements = local_shard(p).detach().view(-1)
+                elements = local_shard(p).detach().reshape(-1)
                 frozen.append((layer, elements[: _unpadded_numel(p)]))
         weights += self._sums(frozen)
         self._slices = None

@@ -232,13 +232,15 @@ def _scales_logits(values: Values) -> bool:
 
 
 def logit_scale_notes(m: ModelConfig) -> list[str]:
-    """Return the note that releases of transformers compute different logits, if they do for this model."""
-    if not m.relative_attention_per_layer or m.scale_tied_logits:
+    """Return the note on releases of transformers that scale the logits of this T5, although it does not scale them."""
+    releases = []
+    if m.tie_embeddings:
+        releases.append("transformers 4")
+    if m.relative_attention_per_layer:  # a UMT5, tied or not
+        releases.append("transformers 5.0 to 5.23")
+    if m.family != "t5" or m.scale_tied_logits or not releases:
         return []
-    return [
-        "the logits of this UMT5 are not scaled (scale_decoder_outputs false), as transformers 4 and 5.24 read it; "
-        "transformers 5.0 to 5.23 scales the logits of every UMT5"
-    ]
+    return [f"the logits are not scaled (scale_decoder_outputs false); {' and '.join(releases)} would scale them"]
 
 
 def check_tokenizer(values: Values, given: Values, tokenizer: Any, where: Path) -> list[str]:

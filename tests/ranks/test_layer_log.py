@@ -6,13 +6,15 @@ import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
+import tds
 from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron.features.layer_log import METRICS, LayerLog
 from megatron.model.block import TransformerLayer
@@ -21,6 +23,7 @@ from megatron.model.masks import no_documents
 from megatron.model.router import Router, RouterOutput
 from megatron.training.loop import train
 from tds.groups import max_with_nan
+from tds.step_norms import StepNorms
 from tests.checkpoints.runs import Start, make, run_all
 from tests.support import FULL, on_ranks
 
@@ -149,6 +152,29 @@ def _one_nan() -> tuple[Any, Any]:
     sums[4, 2] = 0
     sums[3, 2] = 0
     return log._logits.tolist(), log._compute_metrics(sums, 1.0)
+
+
+def _measure_transposed() -> list[list[float]]:
+    """Return the squared norms of a step of a weight that is not contiguous, measured and by hand."""
+    model = nn.Linear(4, 3, bias=False)
+    model.weight = nn.Parameter(torch.arange(12.0).view(4, 3).sin().t())
+    before = model.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    config = {"train_batch_size": 4, "gradient_clipping": 0.0}
+    engine, *_ = tds.initialize(model=model, optimizer=optimizer, config=config)
+    norms = StepNorms(engine, {model.weight: 0}, 1, first_replica=True)
+    norms.begin()
+    engine.backward(engine(torch.arange(16.0).view(4, 4).cos()).square().mean())
+    gradient = cast(Tensor, model.weight.grad).clone()
+    engine.step()
+    update = 0.5 * gradient
+    by_hand = [tensor.square().sum().item() for tensor in (before - update, gradient, update)]
+    return [norms.take().flatten().tolist(), by_hand]
+
+
+def test_a_weight_need_not_be_contiguous() -> None:
+    ((measured, by_hand),) = on_ranks(1, _measure_transposed)
+    assert measured == pytest.approx(by_hand, rel=1e-5)
 
 
 def test_a_nan_of_one_rank_is_logged_as_null() -> None:
