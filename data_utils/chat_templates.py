@@ -303,8 +303,7 @@ def template_from(source: str, tokenizer: Tokenizer, vocab_file: str, date: str 
 
     date: time to render as the current time, in ISO 8601; default: now. Raises TokenizerError for an invalid template.
     """
-    now = datetime.fromisoformat(date) if date else datetime.now()
-    return _build_template(source, tokenizer, vocab_file, now)
+    return _build_template(source, tokenizer, vocab_file, date or datetime.now().isoformat())
 
 
 def template_of_corpus(metadata: Mapping[str, Any], tokenizer: Tokenizer, vocab_file: str) -> Template:
@@ -312,10 +311,8 @@ def template_of_corpus(metadata: Mapping[str, Any], tokenizer: Tokenizer, vocab_
 
     Without `chat_date` in the sidecar, `strftime_now` stays undefined. Raises TokenizerError for an invalid template.
     """
-    date = metadata.get("chat_date")
-    now = datetime.fromisoformat(date) if date else None
     source = str(metadata["chat_template"])
-    return _build_template(source, tokenizer, vocab_file, now)
+    return _build_template(source, tokenizer, vocab_file, metadata.get("chat_date"))
 
 
 def has_unrecorded_date(metadata: Mapping[str, Any]) -> bool:
@@ -323,7 +320,8 @@ def has_unrecorded_date(metadata: Mapping[str, Any]) -> bool:
     return DATE_FUNCTION in str(metadata.get("chat_template")) and not metadata.get("chat_date")
 
 
-def _build_template(source: str, tokenizer: Tokenizer, vocab_file: str, now: datetime | None) -> Template:
+def _build_template(source: str, tokenizer: Tokenizer, vocab_file: str, date: str | None) -> Template:
+    now = datetime.fromisoformat(date) if date else None
     if source == ChatML.source:
         return ChatML()
     path = find_vocab_file(vocab_file)

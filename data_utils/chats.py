@@ -69,7 +69,13 @@ def print_notes(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
             "pass --chat-date to render another date"
         )
     if isinstance(template, JinjaTemplate):
-        print(f"note: {_note_on_blocks(template)}")
+        note = (
+            "the chat template has no {% generation %} blocks, so the assistant's text and the tokens that end its "
+            "turns count in the loss"
+        )
+        if template.has_blocks:
+            note = "the {% generation %} blocks of the chat template decide what counts in the loss"
+        print(f"note: {note}")
     if ignores_generation_prompt(template):
         print(
             "note: the chat template ignores add_generation_prompt, so prompts end before the assistant header, "
@@ -81,15 +87,6 @@ def print_notes(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
             f"note: the tokenizer has no special token {' or '.join(missing)}, so each is encoded as several text "
             f"tokens; tools/train_tokenizer.py --special-tokens trains a tokenizer that has them"
         )
-
-
-def _note_on_blocks(template: JinjaTemplate) -> str:
-    if template.has_blocks:
-        return "the {% generation %} blocks of the chat template decide what counts in the loss"
-    return (
-        "the chat template has no {% generation %} blocks, so the assistant's text and the tokens that end its turns "
-        "count in the loss"
-    )
 
 
 def messages_of(record: object) -> tuple[Message, ...]:

@@ -5,7 +5,7 @@ import gzip
 import json
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -180,19 +180,6 @@ def kept_lines(args: argparse.Namespace, report: Report) -> Iterator[bytes]:
             progress.update(cleaned.source_bytes)
 
 
-@contextmanager
-def _open_atomically(path: str | None) -> Iterator[IO[str] | None]:
-    """Open a temporary text file and rename it to `path` after the last write; yield None if `path` is None.
-
-    After an error, an existing file `path` remains unchanged.
-    """
-    if path is None:
-        yield None
-        return
-    with atomic_file(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
-        yield file
-
-
 def main(args: argparse.Namespace) -> None:
     output = Path(args.output)
     if not output.name.removesuffix(".gz").endswith(".jsonl"):
@@ -207,7 +194,11 @@ def main(args: argparse.Namespace) -> None:
         raise ValueError(f"--on and --off both name {both.pop()}; leave one of them out")
     check_outputs(args.input, [args.output, args.dropped], args.encoding)
     output.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_file(output) as temporary, _open_atomically(args.dropped) as dropped:
+    with atomic_file(output) as temporary, ExitStack() as dropped_stack:
+        dropped = None
+        if args.dropped:  # after an error, an existing file remains unchanged
+            part = dropped_stack.enter_context(atomic_file(args.dropped))
+            dropped = dropped_stack.enter_context(open(part, "w", encoding="utf-8"))
         report = Report(dropped)
         # Without this name, an error of the output would get the name of --dropped, whose context is the inner one.
         with name_in_errors(output), open(temporary, "wb") as plain, ExitStack() as stack:

@@ -75,7 +75,7 @@ class BandTable:
 
     def __init__(self) -> None:
         self._texts = np.full(BLOCK_ROWS, EMPTY)
-        self._keys = np.zeros(BLOCK_ROWS, dtype=np.uint32)
+        self._keys = np.zeros_like(self._texts)
         self._used = 0
 
     def find(self, keys: Hashes) -> tuple[Hashes, NDArray[np.int64]]:
@@ -108,7 +108,7 @@ class BandTable:
         keys = self._keys[used]
         texts = self._texts[used]
         self._texts = np.full(2 * len(used), EMPTY)
-        self._keys = np.zeros(2 * len(used), dtype=np.uint32)
+        self._keys = np.zeros_like(self._texts)
         self._insert(keys, texts)
 
     def _insert(self, keys: Hashes, texts: Hashes) -> None:

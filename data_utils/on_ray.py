@@ -54,11 +54,8 @@ def connect(address: str) -> Any:
     except ImportError:
         raise InputError(f"--ray needs the package ray: {pip_install('ray')}") from None
     # Ray starts worker processes before it knows which code they will run, so the import path is set for all of them.
-    paths = [str(ROOT)]
-    inherited_path = os.environ.get("PYTHONPATH")
-    if inherited_path:
-        paths.append(inherited_path)
-    environment = {"env_vars": {"PYTHONPATH": os.pathsep.join(paths)}}
+    paths = [str(ROOT), os.environ.get("PYTHONPATH")]
+    environment = {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, paths))}}
     options: dict[str, Any] = {"runtime_env": environment, "log_to_driver": False, "logging_level": logging.ERROR}
     if address == "local":
         options["include_dashboard"] = False

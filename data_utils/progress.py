@@ -38,7 +38,7 @@ class Progress(Generic[T]):
         self._total = total
         self._done = initial
         self._prints_lines = not is_tty and not disable
-        self._note = ""
+        self._note = ""  # with the comma in front of it
         self._started = self._printed = time.monotonic()
         self._bar: Any = tqdm(
             total=total, initial=initial, desc=desc, unit=unit, unit_scale=unit_scale, disable=disable or not is_tty
@@ -60,13 +60,12 @@ class Progress(Generic[T]):
         done = tqdm.format_sizeof(self._done)
         if self._total:
             done += f" of {tqdm.format_sizeof(self._total)} ({self._done / self._total:.0%})"
-        note = f", {self._note}" if self._note else ""
-        message = f"{self._desc}: {done} {self._unit.strip()} in {self.elapsed:.0f} s{note}"
+        message = f"{self._desc}: {done} {self._unit.strip()} in {self.elapsed:.0f} s{self._note}"
         print(message, file=sys.stderr, flush=True)
 
     def set_note(self, note: str) -> None:
         """Set the text shown beside the progress."""
-        self._note = note
+        self._note = f", {note}"
         self._bar.set_postfix_str(note)
 
     def __iter__(self) -> Iterator[T]:

@@ -125,15 +125,14 @@ def html_characters(text: str) -> int:
     """Return the number of characters in HTML tags, comments and entities; 0 if there are only a few tags."""
     if "<" not in text and "&" not in text:
         return 0
-    sizes = [len(match[0]) for match in _TAG.finditer(text)]
+    sizes = list(map(len, _TAG.findall(text)))
     return sum(sizes) if len(sizes) >= MIN_TAGS else 0
 
 
 def encoded_characters(text: str) -> int:
     """Return the number of characters in base64 or similar data: long runs of digits and letters of both cases."""
     total = 0
-    for match in _ENCODED.finditer(text):
-        run = match[0]
+    for run in _ENCODED.findall(text):
         if any(map(str.isdigit, run)) and any(map(str.isupper, run)) and any(map(str.islower, run)):
             total += len(run)
     return total
@@ -145,7 +144,7 @@ def url_characters(text: str) -> int:
         return 0
     total = 0
     for line in text.split("\n"):
-        in_urls = sum(len(match[0]) for match in _URL.finditer(line))
+        in_urls = sum(map(len, _URL.findall(line)))
         if in_urls > 0.8 * len(line):
             total += len(line)
     return total

@@ -8,6 +8,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -141,9 +142,7 @@ def _character_coverage(lines: Sequence[str], vocab_size: int) -> float:
     Other characters become byte tokens. At most half of the vocabulary is used for single characters, because a
     script with thousands of characters would otherwise leave no tokens for words.
     """
-    counts: Counter[str] = Counter()
-    for line in lines:
-        counts.update(line)
+    counts = Counter(chain.from_iterable(lines))
     # 256 tokens of the vocabulary are bytes.
     covered = sum(count for _, count in counts.most_common((vocab_size - 256) // 2))
     share = covered / max(counts.total(), 1)

@@ -60,7 +60,9 @@ def export_checkpoint(args: argparse.Namespace, path: Path) -> None:
     print_notes(notes_on_model(config.model))
     m = config.model
     if config.is_t5 and m.attention_dropout != m.hidden_dropout:
-        print_notes([f"Hugging Face's T5 has one rate of dropout, so --attention-dropout {m.attention_dropout} is lost"])
+        print_notes(
+            [f"Hugging Face's T5 has one rate of dropout, so --attention-dropout {m.attention_dropout} is lost"]
+        )
     if config.is_t5 and config.data.span_convention == "cpm":
         print_notes(["an answer ends with the sentinel after its last span; pass its id as eos_token_id to generate()"])
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ class HFTensorReader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._opened: dict[str, Any] = {}  # file name -> open file
+        self._open = cache(partial(_open_file, folder))  # function that opens each file once, given its name
         self._used_names: set[str] = set()  # names of stored tensors that `shape` or `read` has used
         index = folder / "model.safetensors.index.json"
         single = (folder / "model.safetensors").is_file()
@@ -137,12 +137,6 @@ class HFTensorReader:
                 matrix_name = f"{prefix}{expert}.{projection}.weight"
                 self._file_of[matrix_name] = file_name
                 self._expert_slices[matrix_name] = fused_name, (expert, rows)
-
-    def _open(self, name: str) -> Any:
-        if name not in self._opened:
-            _refuse_broken_links(self.folder / name)
-            self._opened[name] = open_tensors(self.folder / name)
-        return self._opened[name]
 
     def _stored_name(self, name: str) -> str | None:
         """Return the name that the files use for tensor `name`, or None if they do not contain this tensor.
@@ -237,6 +231,11 @@ class HFTensorReader:
         else:
             tensor = file.get_slice(tensor_name)[expert_rows]
         return tensor.float()
+
+
+def _open_file(folder: Path, name: str) -> Any:
+    _refuse_broken_links(folder / name)
+    return open_tensors(folder / name)
 
 
 def _refuse_broken_links(*paths: Path) -> None:

@@ -94,11 +94,12 @@ SUSPECT_KEYS = re.compile(
 NEUTRAL_AT_1 = re.compile(r"scal|multipl|factor|ratio|percent|pct")
 # Keys whose value may be null, and the type of their other values.
 NULLABLE_TYPES: dict[str, type] = {
-    "n_inner": int, "pad_token_id": int, "eos_token_id": int, "decoder_start_token_id": int, "num_decoder_layers": int,
+    **dict.fromkeys((
+        "n_inner", "pad_token_id", "eos_token_id", "decoder_start_token_id", "num_decoder_layers", "n_positions",
+        "num_key_value_heads", "head_dim", "sliding_window", "max_window_layers",
+    ), int),
     "dense_act_fn": str, "is_gated_act": bool, "scale_decoder_outputs": bool, "tie_word_embeddings": bool,
-    "n_positions": int,
-    "is_encoder_decoder": bool, "num_key_value_heads": int, "head_dim": int, "sliding_window": int,
-    "max_window_layers": int,
+    "is_encoder_decoder": bool,
     "layer_types": list, "rope_theta": float, "rope_scaling": dict, "rope_parameters": dict,
     "mlp_only_layers": list,
 }  # fmt: skip

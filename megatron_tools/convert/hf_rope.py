@@ -57,7 +57,12 @@ def rope_settings(values: Values, where: Path) -> Settings:
     for key, supported in (("partial_rotary_factor", 1), ("truncate", True)):
         if rope.get(key, supported) != supported:
             raise ValueError(f"{where}: {key} of {source_key} is {rope[key]}; this project supports only {supported}")
-    settings: Settings = {"rope_theta": _theta(values, rope, source_key, where)}
+    # rope_theta may stand inside or outside the rotary settings.
+    inside = rope.get("rope_theta")
+    outside = values["rope_theta"]
+    if None not in (inside, outside) and inside != outside:
+        raise ValueError(f"{where}: rope_theta is {outside}, but in {source_key} it is {inside}")
+    settings: Settings = {"rope_theta": read_number("rope_theta", _outer_theta(values))}
     if kind == "default":
         return settings
     original_length = read_number("original_max_position_embeddings", values["max_position_embeddings"])
@@ -109,29 +114,21 @@ def _rope_and_key(values: Values, where: Path) -> tuple[Settings, str]:
 
 def _normalized(rope: Values, values: Values) -> Settings:
     """Return `rope` in one form for comparison: with the scaling type as rope_type, and always with rope_theta."""
-    theta = _default_theta(values) if values["rope_theta"] is None else values["rope_theta"]
     # A rope_theta in `rope` is among these keys, and replaces the one from outside.
     other_keys = {key: value for key, value in rope.items() if key not in ("type", "rope_type")}
-    return {"rope_type": rope.get("rope_type", rope.get("type", "default")), "rope_theta": theta, **other_keys}
+    return {
+        "rope_type": rope.get("rope_type", rope.get("type", "default")),
+        "rope_theta": _outer_theta(values),
+        **other_keys,
+    }
 
 
-def _default_theta(values: Values) -> float:
-    """Return the rope_theta of a model whose config.json gives none."""
-    return 1e6 if values["model_type"] == "mixtral" else 10000.0
-
-
-def _theta(values: Values, rope: Values, source_key: str, where: Path) -> float:
-    """Return rope_theta, which may stand inside or outside the rotary settings."""
-    inside = rope.get("rope_theta")
-    outside = values["rope_theta"]
-    if None not in (inside, outside) and inside != outside:
-        raise ValueError(f"{where}: rope_theta is {outside}, but in {source_key} it is {inside}")
-    theta = outside if inside is None else inside
+def _outer_theta(values: Values) -> Any:
+    """Return the rope_theta outside the rotary settings or, if config.json gives none there, the model's default."""
+    theta = values["rope_theta"]
     if theta is None:
-        theta = _default_theta(values)
-    if type(theta) not in (int, float):
-        raise ValueError(f"{where}: rope_theta of {source_key} is {theta!r}, not a number")
-    return float(theta)
+        theta = 1e6 if values["model_type"] == "mixtral" else 10000.0
+    return theta
 
 
 def _attention_factor(factor: float, rope: Values, read_number: Callable[..., float]) -> float | None:

@@ -324,11 +324,8 @@ def our_name(name: str, first_layer: int = 0) -> str | None:
     """
     if _NO_PARAMETERS.search(name):
         return None
-    # Up to three prefixes precede a name, and each line strips one: module.language_model.encoder.layers.0.mlp...
-    # becomes layers.0.mlp...
-    name = re.sub(r"^(module|model|language_model)\.", "", name)
-    name = re.sub(r"^language_model\.", "", name)
-    name = re.sub(r"^(transformer|encoder|decoder)\.", "", name)
+    # Up to three prefixes precede a name: module.language_model.encoder.layers.0.mlp... becomes layers.0.mlp...
+    name = re.sub(r"^((module|model|language_model)\.)?(language_model\.)?((transformer|encoder|decoder)\.)?", "", name)
     for their_part, our_part in _OUR_PARTS.items():
         name = name.replace(their_part, our_part)
     layer = re.fullmatch(

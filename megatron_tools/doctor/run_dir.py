@@ -22,7 +22,7 @@ def check_writable(run_dir: Path) -> Findings:
     """Check by creating a temporary file that the run directory is writable. Permission bits would not suffice."""
     folder = nearest_folder(run_dir)
     try:
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-"):
+        with create_marker(run_dir):
             pass
     except OSError as error:
         yield failed(

@@ -117,11 +117,11 @@ def main(args: argparse.Namespace) -> None:
     layout = layouts[args.layout - 1]
     if args.explain:
         print(f"\nlayout {args.layout}: {layout.name}")
-        print("\n".join(explain_layout(layout, cluster, args.tokens)))
+        print("\n".join(explain_layout(layout, args.tokens)))
     if args.chart:
-        draw_memory(layout, cluster, args.chart)
+        draw_memory(layout, args.chart)
     if args.write:
-        for path in write_files(layout, cluster, args.write, args.tokens):
+        for path in write_files(layout, args.write, args.tokens):
             print(f"wrote {path}")
         print(f"check it before launch: {doctor_command(layout, args.cluster, args.write)}")
 
@@ -138,7 +138,7 @@ def _check_nodes(devices: int, cluster: Cluster) -> None:
         )
 
 
-def draw_memory(layout: Layout, cluster: Cluster, path: str) -> None:
+def draw_memory(layout: Layout, path: str) -> None:
     """Draw the memory of each stage as a bar, coloured by kind, with a line at the device's capacity."""
     figure = new_figure("--chart", figsize=(9, 4.2), layout="constrained")
     axes = figure.subplots()
@@ -151,8 +151,8 @@ def draw_memory(layout: Layout, cluster: Cluster, path: str) -> None:
         axes.bar(stages, sizes, 0.7, bottoms, label=kind, color=colour)
         for stage, size in enumerate(sizes):
             bottoms[stage] += size
-    capacity_label = f"{cluster.name}: {cluster.memory:g} GB"
-    axes.axhline(cluster.memory, color="black", linestyle="--", linewidth=1, label=capacity_label)
+    capacity_label = f"{layout.cluster.name}: {layout.cluster.memory:g} GB"
+    axes.axhline(layout.cluster.memory, color="black", linestyle="--", linewidth=1, label=capacity_label)
     size_in_words = format_count(parameters(layout.config))
     axes.set(
         xlabel="pipeline stage",

@@ -11,7 +11,6 @@ from megatron_tools.tables import split_columns
 from tds.timetable import max_in_flight
 
 from ..report.timetable import instructions_of
-from .cluster import Cluster
 from .layouts import USABLE_MEMORY, Layout
 from .step_cost import Cost
 
@@ -97,12 +96,12 @@ def _layout_cells(layout: Layout, has_experts: bool) -> dict[str, str]:
     return {head: str(value) for head, value in cells.items()}
 
 
-def explain_layout(layout: Layout, cluster: Cluster, tokens: float | None) -> Lines:
+def explain_layout(layout: Layout, tokens: float | None) -> Lines:
     """Yield lines that show how the memory and time of a layout are computed."""
     config = layout.config
     cost = layout.cost
     # The tensor sizes from which the memory of the activations is computed.
-    shapes = Shapes(config, layout.resolved.precision, cluster.accelerated)
+    shapes = Shapes(config, layout.resolved.precision, layout.cluster.accelerated)
     p = config.parallel
     train = config.train
     replicas = p.data_parallel_size(layout.devices)
@@ -126,7 +125,7 @@ def explain_layout(layout: Layout, cluster: Cluster, tokens: float | None) -> Li
         f"hidden states per micro-batch: {shapes.tokens[0]:,} tokens x {config.model.hidden_size:,} x "
         f"{shapes.width} bytes / {shapes.sequence_shards} ranks = {shapes.hidden(shapes.tokens[0]) / 1e6:,.1f} MB"
     )
-    usable = f"{USABLE_MEMORY * cluster.memory:.3g} GB ({USABLE_MEMORY:.0%} of {cluster.memory:g} GB)"
+    usable = f"{USABLE_MEMORY * layout.cluster.memory:.3g} GB ({USABLE_MEMORY:.0%} of {layout.cluster.memory:g} GB)"
     yield f"memory: {layout.peak_memory.total / 1e9:.3g} GB on the stage that needs the most, of {usable}"
     yield ""
     slowest = max(cost.stages, key=lambda s: s.total)

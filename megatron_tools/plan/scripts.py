@@ -10,14 +10,13 @@ from megatron.config.command_line import with_values
 from megatron.config.defaults import DEFAULTS
 from megatron.config.ds_config import batch_sizes, read_file
 
-from .cluster import Cluster
 from .layouts import Layout
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 FAMILIES = ("gpt2", "llama", "t5")  # families with an entry script
 
 
-def write_files(layout: Layout, cluster: Cluster, folder: str, tokens: float | None) -> list[Path]:
+def write_files(layout: Layout, folder: str, tokens: float | None) -> list[Path]:
     """Write config.json, ds_config.json and run.sh to `folder`; return their paths.
 
     Raises ValueError for a model family without an entry script.
@@ -31,7 +30,7 @@ def write_files(layout: Layout, cluster: Cluster, folder: str, tokens: float | N
     texts = {
         target_dir / "config.json": _config_json(layout.config, steps),
         target_dir / "ds_config.json": _ds_config(layout),
-        target_dir / "run.sh": _run_script(layout, cluster),
+        target_dir / "run.sh": _run_script(layout),
     }
     for path, text in texts.items():
         write_text(path, text)
@@ -94,9 +93,9 @@ def _ds_config(layout: Layout) -> str:
     return json.dumps(content, indent=2) + "\n"
 
 
-def _run_script(layout: Layout, cluster: Cluster) -> str:
+def _run_script(layout: Layout) -> str:
     """Return the run script: its launch command, with the data and addresses from the environment."""
-    per_node = min(layout.devices, cluster.devices_per_node)
+    per_node = min(layout.devices, layout.cluster.devices_per_node)
     nodes = layout.devices // per_node
     model = layout.config.model
     assert model.family and model.vocab_size
@@ -118,7 +117,7 @@ def _run_script(layout: Layout, cluster: Cluster) -> str:
         start_command = f"megatron-launch {launch_flags} -m pretrain_{model.family}"
     # {{ and }} are the braces of shell variables.
     return f"""#!/usr/bin/env bash
-# Written by tools/plan.py: {layout.name} on {layout.devices} devices of {cluster.name}.
+# Written by tools/plan.py: {layout.name} on {layout.devices} devices of {layout.cluster.name}.
 # Flags given to this script are passed to the run.
 set -euo pipefail
 HERE=$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd){variables}

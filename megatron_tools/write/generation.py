@@ -141,16 +141,39 @@ class _Stepper:
         if end is None:
             end = len(self.model.steps)
         if self.stages is None:
-            return _run_layers(self.model, inputs, self.caches, seen, begin, end)
+            return self._run_layers(inputs, seen, begin, end)
         for stage, stage_layers in enumerate(self.stages.layer_ranges):
             first_layer = max(begin, stage_layers.start)
             end_layer = min(end, stage_layers.stop)
             if first_layer >= end_layer:
                 continue  # this stage has none of these layers
             if stage == self.stages.group.rank:
-                inputs = _run_layers(self.model, inputs, self.caches, seen, first_layer, end_layer)
+                inputs = self._run_layers(inputs, seen, first_layer, end_layer)
             inputs = self.stages.broadcast_from(stage, inputs)
         return inputs
+
+    def _run_layers(self, inputs: Tensors, seen: int, begin: int, end: int) -> Tensors:
+        """Run the layers `begin` to `end` on this rank, with their caches, on tokens that follow `seen` tokens."""
+        for layer, call in self.model.steps[begin:end]:
+            if layer.name in self.caches:
+                inputs = call(inputs, self.caches[layer.name])
+            elif isinstance(call, StackStart):
+                inputs = call(inputs, seen)
+            else:
+                inputs = call(inputs)
+        return inputs
+
+    def _clear_caches(self) -> None:
+        """Give the causal layers empty caches. An encoder reads all tokens at once and needs none."""
+        self.caches = {}
+        for name, module in self.model.named_layers():
+            if isinstance(module, TransformerLayer) and module.causal:
+                self.caches[name] = Caches()
+
+    def _last_logits(self, logits: Any) -> Tensor:
+        """Gather logits [s, b, v/t] over the ranks; return the last token's without vocabulary padding, [b, v]."""
+        last = mpu.whole_logits(logits)[-1]
+        return mpu.gather_from_model_parallel_region(last)[..., : self.model.vocab_size]
 
 
 class GPT2Stepper(_Stepper):
@@ -174,7 +197,7 @@ class GPT2Stepper(_Stepper):
     def first(self, batch: int) -> Tensor:
         """Start b = prompts * `batch` continuations, grouped by prompt. Return logits [b, v] of their first tokens."""
         self.tokens = _repeat_rows(self.prompts, batch, next(self.model.parameters()).device)
-        self.caches = _empty_caches(self.model)
+        self._clear_caches()
         return self._logits(self.tokens)
 
     def _logits(self, new: Tensor) -> Tensor:
@@ -183,7 +206,7 @@ class GPT2Stepper(_Stepper):
         num_dropped = max(length - self.positions, 0)  # tokens that have left the window
         if num_dropped:
             # The window has moved, so every token has another position and the cache is of no use.
-            self.caches = _empty_caches(self.model)
+            self._clear_caches()
             new = self.tokens[:, num_dropped:]
             length = self.positions
         seen = length - new.shape[1]
@@ -193,7 +216,7 @@ class GPT2Stepper(_Stepper):
         if self.bidirectional_prompt and not seen:
             documents = prefix_document_ids(new, len(self.prompts[0]) - num_dropped)
         layer_outputs = self._run_on_stages((new, positions, documents), seen)
-        return _last_logits(self.model, layer_outputs)
+        return self._last_logits(layer_outputs)
 
 
 class ModelStepper(_Stepper):
@@ -246,7 +269,7 @@ class T5Stepper(_Stepper):
         self.encoder_tokens = _repeat_rows(self.sources, batch, device)
         count = len(self.encoder_tokens)
         self.tokens = torch.full((count, 1), self.start, device=device)
-        self.caches = _empty_caches(self.model)
+        self._clear_caches()
         names = [layer.name for layer, _ in self.model.steps]
         self.decoder_start = names.index("decoder.embedding")
         # The layers before the decoder's embedding are the encoder, which runs only once. Of its outputs, only the
@@ -262,7 +285,7 @@ class T5Stepper(_Stepper):
         inputs = (self.encoded, new, no_docs, no_docs)
         seen = self.tokens.shape[1] - new.shape[1]
         layer_outputs = self._run_on_stages(inputs, seen, begin=self.decoder_start)
-        return _last_logits(self.model, layer_outputs)
+        return self._last_logits(layer_outputs)
 
 
 def _as_prompt_list(prompt: Prompts) -> list[Ids]:
@@ -279,35 +302,6 @@ def _as_prompt_list(prompt: Prompts) -> list[Ids]:
 def _repeat_rows(rows: list[Ids], times: int, device: torch.device) -> Tensor:
     """Return tokens [len(rows) * times, s]: `times` copies of the first row, then of the second, and so on."""
     return torch.tensor(rows, dtype=torch.int64, device=device).repeat_interleave(times, dim=0)
-
-
-def _empty_caches(model: GPT2Model | T5Model) -> dict[str, Caches]:
-    """Return layer name -> empty cache, for the causal layers. An encoder reads all tokens at once and needs none."""
-    caches = {}
-    for name, module in model.named_layers():
-        if isinstance(module, TransformerLayer) and module.causal:
-            caches[name] = Caches()
-    return caches
-
-
-def _run_layers(
-    model: GPT2Model | T5Model, inputs: Tensors, caches: dict[str, Caches], seen: int, begin: int, end: int
-) -> Tensors:
-    """Run the layers `begin` to `end` on this rank, with their caches, on tokens that follow `seen` tokens."""
-    for layer, call in model.steps[begin:end]:
-        if layer.name in caches:
-            inputs = call(inputs, caches[layer.name])
-        elif isinstance(call, StackStart):
-            inputs = call(inputs, seen)
-        else:
-            inputs = call(inputs)
-    return inputs
-
-
-def _last_logits(model: GPT2Model | T5Model, logits: Any) -> Tensor:
-    """Gather logits [s, b, v/t] over the ranks; return the last token's logits without vocabulary padding, [b, v]."""
-    last = mpu.whole_logits(logits)[-1]
-    return mpu.gather_from_model_parallel_region(last)[..., : model.vocab_size]
 
 
 @torch.no_grad()
