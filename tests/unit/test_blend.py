@@ -54,6 +54,12 @@ def test_every_prefix_has_its_shares(counts: list[int]) -> None:
         assert (np.abs(taken * sum(counts) - prefix * quota) < sum(counts)).all()
 
 
+def test_the_order_of_a_block_is_the_one_of_earlier_runs() -> None:
+    # The positions of 3 and 2 samples in a block of 5 are 0-1 1-3 3-4 and 0-2 2-4. The earliest end is taken first, of
+    # equal ends the first corpus.
+    assert order_block([3, 2]).tolist() == [0, 1, 0, 0, 1]
+
+
 @given(st.lists(st.sampled_from(["0.7", "0.3", "1", "2.5", "0.125", "3", "1e-3", "17"]), min_size=1, max_size=6))
 @settings(deadline=None, max_examples=100)
 def test_short_weights_are_exact(weights: list[str]) -> None:
