@@ -13,13 +13,14 @@ from tests.gpu.fused import FUNCTIONS, PADDED, TOKENS, VOCAB, changed_weights, c
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("z_loss", [0.0, 0.05])
 @pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_losses_and_gradient_equal_torch(
-    fused: bool, z_loss: float, smoothing: float, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, fused: bool, z_loss: float, smoothing: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cross_entropy, "uses_fused_loss", lambda _: fused)
-    values, weight = draw(TOKENS, PADDED).mul(3), draw(TOKENS, seed=1)
+    values, weight = draw(TOKENS, PADDED).mul(3).to(dtype), draw(TOKENS, seed=1)
     target = torch.randint(VOCAB, (TOKENS,), generator=torch.Generator().manual_seed(2))
-    logits, plain = values.clone().requires_grad_(), values.clone().requires_grad_()
+    logits, plain = values.clone().requires_grad_(), values.float().requires_grad_()
     loss, z = mpu.vocab_parallel_losses(logits, target, VOCAB, smoothing, z_loss, mpu.TRIVIAL_AXIS)
     (loss * weight).sum().backward()
     real = plain[:, :VOCAB]
@@ -28,7 +29,7 @@ def test_losses_and_gradient_equal_torch(
     ((expected + of_z) * weight).sum().backward()
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(z, of_z)
-    torch.testing.assert_close(logits.grad, plain.grad)
+    torch.testing.assert_close(logits.grad, plain.grad.to(dtype))
     assert torch.equal(logits.detach(), values)
 
 
