@@ -313,6 +313,17 @@ def test_a_llama_without_a_tokenizer_json_has_the_ids_of_transformers(
     assert bare.fingerprint != ours.fingerprint
 
 
+@pytest.mark.parametrize("more", [{}, {"legacy": True}, {"add_prefix_space": False}], ids=str)
+def test_user_defined_symbols_of_a_llama_cut_a_text_as_in_transformers(tmp_path: Path, more: dict[str, bool]) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("google.protobuf")
+    about = {**LLAMA, "add_bos_token": False, **more}
+    folder = llama_folder(tmp_path, about, user_defined_symbols=["iver", "\n", "s r"], vocab_size=320)
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), load_tokenizer(str(folder))
+    for text in ("The river runs", "slow\nrivers run\n", "iver", " iver  iver\u2581", "river\n\n to"):
+        assert ours.encode(text) == theirs(text)["input_ids"], text
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"add_dummy_prefix": False}, {"byte_fallback": False, "vocab_size": 50}], ids=str
 )
