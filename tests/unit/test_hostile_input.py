@@ -144,6 +144,12 @@ def test_a_template_without_an_end_is_named(vocab_file: str, monkeypatch: pytest
     assert time.monotonic() - began < 30
 
 
+def test_small_numbers_of_a_template_are_computed() -> None:
+    source = "{{ 2.0 ** 3 }} {{ 4 ** 0.5 }} {{ 2 ** 10 }} {{ 1 ** (10 ** 8) }} {{ 'ab' * 2 }} {{ 7 % 4 }}"
+    environment = sandbox.sandbox_environment(None, sandbox.GenerationBlocks())
+    assert environment.from_string(source).render() == "8.0 2.0 1024 1 abab 3"
+
+
 # ------------------------------------------------------------------ tokenizers
 
 

@@ -45,6 +45,7 @@ def test_what_follows_an_end_of_document_does_not_count() -> None:
     letters.specials = {"<eod>": eod}
     view, _ = t5_view(sample, letters, config)
     assert view["decoder"]["loss"] == [1, 1, 1, 1, 0, 1, 1]
+    assert (view["encoder"]["document"], view["decoder"]["document"]) == ([1] * 8, [1] * 7)
     assert bytes_of_targets(sample, letters) == (len("kl"), 6)
 
 
