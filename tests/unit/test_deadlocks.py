@@ -11,6 +11,7 @@ from tds.deadlocks import Rules, refuse_deadlocks
 from tds.posting import simulate_posting
 from tds.queues import boundary_parity
 from tds.schedule import MicroChunk, Plan, Schedule, ScheduleError
+from tds.timetable import check_plan
 from tests.sentences import SENTENCES
 from tests.support import covering
 
@@ -120,8 +121,10 @@ HANGS: list[tuple[str, int, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "stages", "rules"), HANGS, ids=range(len(HANGS)))
 def test_what_hangs_is_found(name: str, stages: int, rules: dict[str, Any]) -> None:
-    with pytest.raises(ScheduleError, match=SENTENCES["messages_would_deadlock_which_waits_for"]):
-        refuse_deadlocks(plan_of(name, stages, 8), Rules(**rules))
+    plan = plan_of(name, stages, 8)
+    for check in (refuse_deadlocks, partial(check_plan, micros=8)):
+        with pytest.raises(ScheduleError, match=SENTENCES["messages_would_deadlock_which_waits_for"]):
+            check(plan, rules=Rules(**rules))
 
 
 def test_what_hangs_with_two_groups_does_not_with_two_stages() -> None:
