@@ -395,6 +395,8 @@ def test_templates_know_what_they_know_in_transformers(
         ([], "not a JSON object"),
         ({"text": "a"}, "neither 'messages' nor 'instruction' and 'output'"),
         ({"messages": "a"}, "not a list of objects"),
+        ({"messages": 5}, "not a list of objects"),
+        ({"messages": [CHAT]}, "not a list of objects"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "the role 'tool' is not one of"),
         ({"messages": [{"role": "user", "content": None}]}, "a user message has no text"),
         ({"messages": [{"role": "user", "content": "a"}]}, "no assistant message"),
