@@ -68,7 +68,9 @@ def test_two_losses_of_biased_attention_have_their_own_bias_gradients() -> None:
     bias = inputs[3]
     found, expected = block_attention(*inputs, None, 0.7), _plain(*inputs, None)
     grad = torch.ones_like(found)
-    torch.autograd.grad(found, inputs[0], grad, retain_graph=True)
+    for wanted in (inputs[3:], inputs[:1], inputs):
+        ours, theirs = (torch.autograd.grad(out, wanted, grad, retain_graph=True) for out in (found, expected))
+        torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
     for other in (torch.cos(found.detach()), grad.mul_(3)):
         ours, theirs = (torch.autograd.grad(out, bias, other, retain_graph=True)[0] for out in (found, expected))
         torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
