@@ -118,16 +118,18 @@ def test_mlflow_gets_a_line_and_the_same_run_goes_on(tmp_path: Path, monkeypatch
     assert mlflow.named("log_metrics")[-1][0] == ({"train/c__ _1_/lm_loss": 1.0, "train/春天/lm_loss": 2.0},)
 
 
-def test_tensorboard_gets_texts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", ["tensorboard", "board"])
+def test_tensorboard_gets_texts(tmp_path: Path, folder: str) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    config = parse(["--tensorboard"], {"family": "gpt2"})
+    chosen = [] if folder == "tensorboard" else ["--tensorboard-dir", str(tmp_path / folder)]
+    config = parse(["--tensorboard", *chosen], {"family": "gpt2"})
     metrics = MetricsWriter(str(tmp_path), 0, active=True)
     metrics.forward_to(writers.build_writers(config, tmp_path, 0))
     metrics.write({"split": "samples", "iteration": 3, "samples": [{"prompt": "春天", "text": "春天来了"}]})
     assert metrics.close() == 0
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events = EventAccumulator(str(tmp_path / folder))
     events.Reload()
     settings, tag = events.Tags()["tensors"]
     assert "    train_iters: " in events.Tensors(settings)[0].tensor_proto.string_val[0].decode()
