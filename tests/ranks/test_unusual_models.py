@@ -466,7 +466,7 @@ def _without_gradient(module: nn.Linear, x: Tensor) -> Tensor:
     return nn.functional.linear(x, module.weight.detach(), module.bias)
 
 
-def _tie_that_learns_at_the_end(bf16: bool) -> float:
+def _tie_that_learns_at_the_end(bf16: bool, frozen: bool = False) -> float:
     """Train one step; return the norm of the change in this stage's copy of a tied weight.
 
     Only the last stage has a gradient for this weight. The gradient norm is clipped to 0.01; the learning rate is 1.
@@ -493,8 +493,9 @@ def _tie_that_learns_at_the_end(bf16: bool) -> float:
             "data_types": {"grad_accum_dtype": "fp32"},
             "communication_data_type": "fp32",
         }
-    engine = tds.initialize(model=net, optimizer=torch.optim.SGD(net.parameters(), lr=1.0), config=config)[0]
-    tied = net.tied_modules["w"].weight
+    tied = net.tied_modules["w"].weight.requires_grad_(not frozen)
+    trained = [p for p in net.parameters() if p.requires_grad]
+    engine = tds.initialize(model=net, optimizer=torch.optim.SGD(trained, lr=1.0), config=config)[0]
     before = tied.detach().float().clone()
     dtype = torch.bfloat16 if bf16 else torch.float32
     batches = [tuple(10 * torch.randn(2, 6).to(dtype) for _ in "xy") for _ in range(2)]
@@ -506,6 +507,10 @@ def _tie_that_learns_at_the_end(bf16: bool) -> float:
 def test_copies_of_a_tied_weight_stay_alike_where_one_stage_has_no_gradient(bf16: bool) -> None:
     first, last = on_ranks(2, _tie_that_learns_at_the_end, bf16)
     assert first == pytest.approx(last, rel=1e-3) and 0 < first < 0.05  # about 0.01, rounded in bf16
+
+
+def test_a_frozen_tie_in_bf16_stays() -> None:
+    assert on_ranks(2, _tie_that_learns_at_the_end, True, True) == [0.0, 0.0]
 
 
 def _tied_statistics(folder: Path) -> list[str]:

@@ -69,6 +69,14 @@ def test_clipping_scales_every_dtype_alike(first: torch.dtype) -> None:
         torch.testing.assert_close(parameter.grad.double(), gradient.double() * factor, rtol=rel, atol=1e-7)
 
 
+def test_weights_without_gradients_are_clipped_to_nothing() -> None:
+    """A stage whose weights have no gradient takes part in the step."""
+    weight = nn.Parameter(torch.ones(2))
+    clip_by_norm([weight], torch.tensor(3.0), 1.0)
+    clip_by_norm([], torch.tensor(3.0), 1.0)
+    assert weight.grad is None
+
+
 def multi_tensor_adam(
     _: int, __: Any, lists: list[list[Tensor]], lr: float, beta1: float, beta2: float, eps: float, step: int,
     adam_w_mode: int, bias_correction: int, weight_decay: float,
