@@ -39,13 +39,14 @@ def table(tokens: Tensor) -> Tensor:
     return torch.randn(11, 11, generator=torch.Generator().manual_seed(1))[tokens]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stride", [1, 3, 6])
-def test_nats_against_a_bigram_table(stride: int) -> None:
+def test_nats_against_a_bigram_table(stride: int, dtype: torch.dtype) -> None:
     """A bigram model scores a token with the log probability in its table, for any window stride."""
     ids = torch.randint(11, (40,), generator=torch.Generator().manual_seed(2)).tolist()
-    probabilities = table(torch.arange(11)).softmax(-1)
+    probabilities = table(torch.arange(11)).to(dtype).double().softmax(-1)
     expected = [-math.log(probabilities[a, b]) for a, b in zip(ids, ids[1:], strict=False)]
-    assert token_nats(ids, table, 7, stride, CPU) == pytest.approx(expected, rel=1e-5)
+    assert token_nats(ids, lambda tokens: table(tokens).to(dtype), 7, stride, CPU) == pytest.approx(expected, rel=1e-5)
 
 
 def test_completion() -> None:
