@@ -173,6 +173,20 @@ def test_one_grouped_matmul_equals_a_loop_over_experts(dtype: torch.dtype, monke
         torch.testing.assert_close(grouped, loop, rtol=tolerance, atol=tolerance * float(loop.detach().abs().max()))
 
 
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_a_router_in_bf16_rounds_no_score(score: str) -> None:
+    flags = f"{FAMILIES['llama']} --num-experts 5 --experts-per-token 2 --router-score {score}"
+    config = parse(flags.split()).model
+    router = Router(config, "router").bfloat16().eval()
+    hidden = torch.randn(9, 2, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
+    logits = hidden.double() @ router.weight.double().t()
+    found = (logits.softmax(-1) if score == "softmax" else logits.sigmoid()).topk(2)
+    expected = found.values / found.values.sum(-1, keepdim=True) if config.normalize_expert_weights else found.values
+    experts, weights, _ = router(hidden)
+    assert torch.equal(experts, found.indices)
+    torch.testing.assert_close(weights, expected.float())
+
+
 @pytest.mark.parametrize(("width", "grouped"), [(24, True), (20, False)])
 def test_only_widths_that_the_grouped_matmul_supports_use_it(width: int, grouped: bool) -> None:
     flags = f"{FAMILIES['llama']} --hidden-size 16 --num-experts 2 --no-hidden-bias --expert-ff-hidden-size {width}"
