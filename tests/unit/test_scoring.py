@@ -46,7 +46,12 @@ def test_nats_against_a_bigram_table(stride: int, dtype: torch.dtype) -> None:
     ids = torch.randint(11, (40,), generator=torch.Generator().manual_seed(2)).tolist()
     probabilities = table(torch.arange(11)).to(dtype).double().softmax(-1)
     expected = [-math.log(probabilities[a, b]) for a, b in zip(ids, ids[1:], strict=False)]
-    assert token_nats(ids, lambda tokens: table(tokens).to(dtype), 7, stride, CPU) == pytest.approx(expected, rel=1e-5)
+
+    def logits_of(tokens: Tensor) -> Tensor:
+        return table(tokens).to(dtype)
+
+    assert token_nats(ids, logits_of, 7, stride, CPU) == pytest.approx(expected, rel=1e-5)
+    assert score_one(Request(ids, 30), logits_of, CPU).log_probability == pytest.approx(-sum(expected[-30:]), rel=1e-5)
 
 
 def test_completion() -> None:
