@@ -124,7 +124,10 @@ def test_steps_in_which_the_loss_scale_grows_use_the_scale_of_their_loss() -> No
 
 
 def _outputs_after_load(folder: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Save a trained model and load only its weights; return the outputs of both, for each stage of ZeRO."""
+    """Save a trained model, load only its weights or all, and return the outputs of both, for each stage of ZeRO.
+
+    The outputs after a load of all are those after one more step, in which momentum and step count matter.
+    """
     found = []
     for stage in (1, 2, 3):
         first = _engine({"stage": stage})
@@ -138,10 +141,16 @@ def _outputs_after_load(folder: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
         second.load_checkpoint(folder, str(stage), load_module_only=True)
         assert second.global_steps == 0
         found.append((second(_batch(1)).detach(), expected))
+        third = _engine({"stage": stage})
+        third.load_checkpoint(folder, str(stage))
+        for engine in (first, third):
+            engine.backward(engine(_batch(2)).square().mean())
+            engine.step()
+        found.append((third(_batch(1)).detach(), first(_batch(1)).detach()))
     return found
 
 
-def test_only_the_weights_of_a_checkpoint_are_loaded_in_every_stage(tmp_path: Path) -> None:
+def test_checkpoints_and_their_weights_alone_are_loaded_in_every_stage(tmp_path: Path) -> None:
     for found in on_ranks(2, _outputs_after_load, str(tmp_path)):
         for outputs, expected in found:
             torch.testing.assert_close(outputs, expected, rtol=0, atol=0)
