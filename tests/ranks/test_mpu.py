@@ -196,22 +196,23 @@ def _cross_entropy(ranks: int, smoothing: float, fused: bool) -> None:
     axis = start(ranks)
     _choose_functions(fused)
     rows, vocab = 16 // ranks, 13  # logits 13 to 15 are padding
-    whole = draw(4, 5, 16).mul(3)
-    whole[..., vocab:] = 50.0  # A softmax over padding would be wrong for these large values.
-    logits = whole.chunk(axis.size, -1)[axis.rank].clone().requires_grad_()
-    before = logits.detach().clone()
     target = torch.randint(vocab, (4, 5), generator=torch.Generator().manual_seed(0))
-    loss = mpu.vocab_parallel_cross_entropy(logits, target, vocab, smoothing)
     weight = draw(4, 5, seed=9)
-    (loss * weight).sum().backward()
-    plain = whole.clone().requires_grad_()
-    expected = F.cross_entropy(
-        plain[..., :vocab].flatten(0, 1), target.flatten(), reduction="none", label_smoothing=smoothing
-    ).view(4, 5)
-    (expected * weight).sum().backward()
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(logits.grad, plain.grad[..., axis.rank * rows : (axis.rank + 1) * rows])
-    assert torch.equal(logits, before)
+    for dtype in (torch.float32, torch.bfloat16):
+        whole = draw(4, 5, 16).mul(3).to(dtype)
+        whole[..., vocab:] = 50.0  # A softmax over padding would be wrong for these large values.
+        logits = whole.chunk(axis.size, -1)[axis.rank].clone().requires_grad_()
+        before = logits.detach().clone()
+        loss = mpu.vocab_parallel_cross_entropy(logits, target, vocab, smoothing)
+        (loss * weight).sum().backward()
+        plain = whole.float().requires_grad_()
+        expected = F.cross_entropy(
+            plain[..., :vocab].flatten(0, 1), target.flatten(), reduction="none", label_smoothing=smoothing
+        ).view(4, 5)
+        (expected * weight).sum().backward()
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(logits.grad, plain.grad[..., axis.rank * rows : (axis.rank + 1) * rows].to(dtype))
+        assert torch.equal(logits, before)
 
 
 @RANKS
