@@ -17,7 +17,7 @@ from megatron.model import T5Model
 from megatron.model.extra_losses import loss_per_token
 from megatron.model.loss import TokenLoss
 from megatron.model.pipe import GPT2ModelPipe
-from megatron.mpu.linear_cross_entropy import DeferredLogits
+from megatron.mpu.linear_cross_entropy import DeferredLogits, _add_matmul
 from megatron.ranks.initialize import initialize_megatron
 from tests.support import covering, on_ranks
 
@@ -326,3 +326,12 @@ def test_an_evaluation_gives_logits_where_they_are_asked_for() -> None:
     ((loss, logits, outputs),), ((wanted, expected, _),) = (on_ranks(1, _logits_of_a_pipeline, n) for n in (5, 0))
     assert logits.shape == (8, 3, 52)
     torch.testing.assert_close([loss, logits, outputs], [wanted, expected, expected])
+
+
+@pytest.mark.parametrize("second_kernel", [False, True])
+def test_the_gradient_of_a_weight_in_bf16_is_summed_in_fp32(second_kernel: bool) -> None:
+    one = torch.ones(1, 1, dtype=torch.bfloat16)
+    total = None
+    for _ in range(300):  # bf16 has no 257
+        total = _add_matmul(total, one, one, second_kernel)
+    assert total is not None and total.item() == 300
