@@ -23,15 +23,12 @@ class ReducibleBucket(Protocol):
 
     def add(self, parameter: nn.Parameter) -> None:
         """Accumulate the gradient `parameter.grad` into the bucket."""
-        ...
 
     def reduce(self) -> None:
         """Start the reduction over the replicas, with zeros for missing gradients."""
-        ...
 
     def wait(self) -> None:
         """Wait until the reduction is done."""
-        ...
 
 
 def pack_buckets(

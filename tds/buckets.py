@@ -86,7 +86,7 @@ class Bucket:
 
     def replaced_weights(self) -> list[nn.Parameter]:
         """Return the weights that no longer view their slice of the flat memory."""
-        return [p for p, view in self.view_of.items() if not _is_same_view(p, view)]
+        return [p for p, view in self.view_of.items() if _memory_of(p) != _memory_of(view)]
 
     def adopt_weights(self, replaced: Sequence[nn.Parameter]) -> bool:
         """Copy the replaced weights into the flat memory and make them views of this memory again.
@@ -248,8 +248,9 @@ def copy_changed_in_slices(exact: Tensor, seen: Tensor) -> Tensor:
 copy_changed_elements = compiled_on_cuda(copy_changed, copy_changed_in_slices)
 
 
-def _is_same_view(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+def _memory_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return where the elements of a tensor lie and how they are read; equal for equal views of the same memory."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 @cache

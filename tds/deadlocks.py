@@ -261,12 +261,9 @@ def refuse_deadlocks(plan: Plan, rules: Rules) -> None:
 
     # Messages connect the stages. A message ends only after both its send and its receive have started, so the end on
     # each side waits for the start on the other side. An end waits for the start on its own side anyway.
-    for link, is_sender in graph.message_events:
-        if is_sender:  # each link is in the dict twice, for its sender and for its receiver
-            send_start, send_end = graph.message_events[link, True]
-            receive_start, receive_end = graph.message_events[link, False]
-            graph.waits_for[receive_end].append(send_start)
-            graph.waits_for[send_end].append(receive_start)
+    for (link, is_sender), (_, end) in graph.message_events.items():  # each link twice, for its sender and its receiver
+        other_start, _ = graph.message_events[link, not is_sender]
+        graph.waits_for[end].append(other_start)
     # The receiving host waits for a header until it has been sent.
     for link, is_sender in graph.header_events:
         if is_sender:

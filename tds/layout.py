@@ -42,8 +42,7 @@ def flattened_scalars(module: nn.Module) -> Iterator[None]:
     for p in module.parameters():
         if not p.dim() and p.grad is not None:
             replaced.append((p, p.data, p.grad))
-    for p, data, gradient in replaced:
-        _set_data_and_grad(p, data.view(1), gradient.view(1))
+            _set_data_and_grad(p, p.data.view(1), p.grad.view(1))
     yield
     for p, data, gradient in replaced:
         _set_data_and_grad(p, data, gradient)

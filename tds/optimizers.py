@@ -16,7 +16,8 @@ from .clip import clip
 
 ADAMS = ("adam", "adamw", "muon")  # Muon contains an Adam for parameters that are not matrices
 NOT_ON_CPUS = ("lamb", "lion", "onebitadam", "onebitlamb", "zerooneadam")
-KERNEL_OPTIONS = ("set_grad_none", "fp32_optimizer_states")  # DeepSpeed's memory options, which torch's Adam lacks
+# Options of DeepSpeed's Adam that torch's lacks; the last two are about memory.
+KERNEL_OPTIONS = ("bias_correction", "set_grad_none", "fp32_optimizer_states")
 
 # These optimizers count steps per tensor or not at all.
 SEPARATE_STEPPERS = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
@@ -33,7 +34,7 @@ def use_torch_on_cpu() -> Iterator[list[str]]:
 
     def configure(engine: Any, parameters: Any) -> Any:
         name = str(engine.optimizer_name())
-        settings = dict(engine.optimizer_params() or {})
+        settings = engine.optimizer_params() or {}
         if name.lower() in ADAMS and not settings.get("torch_adam"):
             engine._config.optimizer_params = _torch_settings(name, settings)
             engine._config.zero_force_ds_cpu_optimizer = False
@@ -89,7 +90,7 @@ def _torch_settings(name: str, settings: dict[str, Any]) -> dict[str, Any]:
     if not settings.get("bias_correction", True):
         raise ValueError(f'optimizer {name}: "bias_correction": false is for GPUs only; leave it out on a CPU')
     torch_settings = dict(settings)
-    for key in ("bias_correction", *KERNEL_OPTIONS):
+    for key in KERNEL_OPTIONS:
         torch_settings.pop(key, None)
     # With the flag torch_adam, DeepSpeed builds torch's Adam instead of its own, which in Muon steps the parameters
     # that are not matrices. torch's AdamW would decay weights by default. `fused` selects torch's fused kernel, which

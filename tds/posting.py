@@ -44,18 +44,20 @@ PostAfter = Mapping[Kind, Mapping[MicroChunk, int]]
 class _Stage:
     """State of a stage in the simulation.
 
+    number: index of the stage in the plan.
     busy_until: time when the current pass ends; None between two passes.
     unanswered: number of messages that this stage has sent and whose receives are not posted yet.
     agenda: messages to receive, in the order of sending.
     sent: messages sent to this stage whose receives are not posted yet, with the stages that sent them.
     """
 
+    number: int
     todo: deque[Instruction]
     busy_until: float | None = None
     passes: int = 0
     unanswered: int = 0
     agenda: dict[Kind, deque[MicroChunk]] = field(default_factory=lambda: defaultdict(deque))
-    sent: dict[Kind, dict[MicroChunk, int]] = field(default_factory=lambda: defaultdict(dict))
+    sent: dict[Kind, dict[MicroChunk, "_Stage"]] = field(default_factory=lambda: defaultdict(dict))
     post_after: dict[Kind, dict[MicroChunk, int]] = field(default_factory=lambda: defaultdict(dict))
 
 
@@ -66,7 +68,7 @@ class _Simulation:
         self.chunks = num_chunks(plan)
         self.dynamic = dynamic
         self.now = 0.0
-        self.stages = [_Stage(deque(instructions)) for instructions in plan]
+        self.stages = [_Stage(number, deque(instructions)) for number, instructions in enumerate(plan)]
         for stage in self.stages:
             for instruction in stage.todo:
                 if isinstance(instruction, RECEIVES):
@@ -80,8 +82,8 @@ class _Simulation:
             has_changed = True
             while has_changed:
                 has_changed = False
-                for number, stage in enumerate(stages):
-                    has_changed |= self._run_until_blocked(number, stage)
+                for stage in stages:
+                    has_changed |= self._run_until_blocked(stage)
             # Advance the time to the end of the next pass.
             ends = [stage.busy_until for stage in stages if stage.busy_until is not None]
             if not ends:
@@ -92,28 +94,28 @@ class _Simulation:
                     stage.busy_until = None
                     stage.passes += 1
 
-        for number, stage in enumerate(stages):
+        for stage in stages:
             if stage.todo:
                 head = stage.todo[0]
                 raise ScheduleError(
-                    f"stages that synchronize their devices would deadlock: stage {number} at "
+                    f"stages that synchronize their devices would deadlock: stage {stage.number} at "
                     f"{type(head).__name__}({head.micro}) of chunk {head.chunk}"
                 )
 
-    def _run_until_blocked(self, number: int, stage: _Stage) -> bool:
+    def _run_until_blocked(self, stage: _Stage) -> bool:
         """Run a stage as far as possible; return whether anything changed."""
         if stage.busy_until is not None:
             return False
         changed = self._post(stage)
-        while stage.busy_until is None and stage.todo and self._step(number, stage):
+        while stage.busy_until is None and stage.todo and self._step(stage):
             changed = True
         return changed
 
-    def _step(self, number: int, stage: _Stage) -> bool:
+    def _step(self, stage: _Stage) -> bool:
         """Run the next instruction of a stage; return False if the stage has to wait."""
         head = stage.todo[0]
         if isinstance(head, SENDS):
-            self._send(number, head)
+            self._send(stage, head)
         elif isinstance(head, RECEIVES):
             kind = type(head)
             if head.micro_chunk not in stage.post_after[kind]:
@@ -127,8 +129,8 @@ class _Simulation:
         stage.todo.popleft()
         return True
 
-    def _send(self, number: int, send: Instruction) -> None:
-        """Send a message of stage `number`. The stage cannot compute until the receiver has posted the receive."""
+    def _send(self, stage: _Stage, send: Instruction) -> None:
+        """Send a message of `stage`. The stage cannot compute until the receiver has posted the receive."""
         # An activation goes to the next virtual stage, a gradient to the previous one. Virtual stages count through
         # the stages, chunk by chunk: with 4 stages, virtual stage 6 is chunk 1 of stage 2.
         kind: Kind = RecvActivation
@@ -137,9 +139,9 @@ class _Simulation:
             kind = RecvGrad
             hop = -1
         stages = self.stages
-        chunk, receiver = divmod(send.chunk * len(stages) + number + hop, len(stages))
-        stages[receiver].sent[kind][MicroChunk(send.micro, chunk)] = number
-        stages[number].unanswered += 1
+        chunk, receiver = divmod(send.chunk * len(stages) + stage.number + hop, len(stages))
+        stages[receiver].sent[kind][MicroChunk(send.micro, chunk)] = stage
+        stage.unanswered += 1
 
     def _post(self, stage: _Stage, reader: Instruction | None = None) -> bool:
         """Post the receives of all messages sent to a stage; return whether there are any.
@@ -157,7 +159,7 @@ class _Simulation:
                     break  # the messages behind it wait, too: receives are posted in the order of sending
                 agenda.popleft()
                 stage.post_after[kind][micro_chunk] = stage.passes
-                self.stages[stage.sent[kind].pop(micro_chunk)].unanswered -= 1
+                stage.sent[kind].pop(micro_chunk).unanswered -= 1
                 changed = True
         return changed
 

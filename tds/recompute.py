@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._deepspeed import deepspeed
+from ._deepspeed import checkpointing
 from .boundary import BoundaryError, kind_of
 from .memory import non_leaf_view
 from .nested import as_tuple, map_tensors
@@ -19,14 +19,14 @@ def choose_checkpoint_function(config_class: Any = None, model: Any = None, **_:
     `"pipeline": {"use_reentrant": true}`, or the PipelineModule's `activation_checkpoint_func`, overrides this
     default.
     """
-    if config_class is None or model.activation_checkpoint_func is not deepspeed.checkpointing.checkpoint:
+    if config_class is None or model.activation_checkpoint_func is not checkpointing.checkpoint:
         return  # no ds_config, or a function that the user has chosen
     # Set the key, too: without it, DeepSpeed would set it to True when it builds the engine.
     use_reentrant = config_class.pipeline.setdefault("use_reentrant", False)
     if use_reentrant:
         model.activation_checkpoint_func = _checkpoint_reentrantly
     else:
-        model.activation_checkpoint_func = deepspeed.checkpointing.non_reentrant_checkpoint
+        model.activation_checkpoint_func = checkpointing.non_reentrant_checkpoint
 
 
 def views_requiring_grad(inputs: Any) -> Any:
@@ -36,7 +36,7 @@ def views_requiring_grad(inputs: Any) -> Any:
 
 def _checkpoint_reentrantly(function: Callable[..., Any], *args: Any) -> Any:
     """Call DeepSpeed's re-entrant checkpoint function. Raises BoundaryError for complex outputs."""
-    outputs = deepspeed.checkpointing.checkpoint(function, *args)
+    outputs = checkpointing.checkpoint(function, *args)
     for i, each in enumerate(as_tuple(outputs)):
         if torch.is_grad_enabled() and isinstance(each, Tensor) and each.is_complex():
             raise BoundaryError(
