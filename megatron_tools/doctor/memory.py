@@ -7,7 +7,7 @@ from megatron.config import Config
 
 
 def checkpoint_bytes(config: Config) -> float:
-    """Return the bytes of one checkpoint: the weights and the optimizer's moments of trained weights, in fp32."""
+    """Return the bytes of one checkpoint: the weights and the optimizer's moments of trained weights."""
     from megatron.config.param_groups import read_param_rules
     from megatron.estimate.frozen import count_trained
     from megatron.estimate.per_rank import moment_elements
@@ -22,8 +22,8 @@ def checkpoint_bytes(config: Config) -> float:
     hidden = (trained.hidden + other_experts) * p.model_parallel_size
     # The counts of one rank that holds the whole model. `moment_elements` reads only these two fields.
     unsharded = Count(held=trained.whole, hidden=hidden)
-    # Every weight and every moment has 4 bytes.
-    return 4.0 * (parameters(config) + moment_elements(unsharded, config))
+    width = 8.0 if config.train.dtype == "fp64" else 4.0  # bytes of each weight and each moment: others are fp32
+    return width * (parameters(config) + moment_elements(unsharded, config))
 
 
 def machine_bytes() -> float | None:

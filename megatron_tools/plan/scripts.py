@@ -7,6 +7,7 @@ from pathlib import Path
 from megatron.atomic import write_text
 from megatron.config import Config
 from megatron.config.command_line import with_values
+from megatron.config.data import DataConfig
 from megatron.config.defaults import DEFAULTS
 from megatron.config.ds_config import batch_sizes, read_file
 
@@ -115,6 +116,16 @@ def _run_script(layout: Layout) -> str:
     else:  # this project is installed as a package: its commands are on PATH, and there is no sample corpus
         variables = ""
         start_command = f"megatron-launch {launch_flags} -m pretrain_{model.family}"
+    data = layout.config.data
+    split = data.split
+    if split == DataConfig.split:  # not given; of the small sample corpus, a tenth is held out
+        split = "90,10,0"
+    corpus_flags = f'--data-path "$DATA_PATH" --split {split}'
+    if data.names_corpora:  # config.json names them
+        corpus_flags = '${DATA_PATH:+--data-path "$DATA_PATH"}'
+        data_commands = REQUIRE_TOKENIZER
+    if data.vocab_file:
+        data_commands = f"VOCAB_FILE=${{VOCAB_FILE:-{shlex.quote(data.vocab_file)}}}\n{data_commands}"
     # {{ and }} are the braces of shell variables.
     return f"""#!/usr/bin/env bash
 # Written by tools/plan.py: {layout.name} on {layout.devices} devices of {layout.cluster.name}.
@@ -125,13 +136,14 @@ HERE=$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd){variables}
 export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-1}}
 {start_command} \\
     --config "$HERE/config.json" --deepspeed-config "$HERE/ds_config.json" \\
-    --data-path "$DATA_PATH" --vocab-file "$VOCAB_FILE" --split 90,10,0 --run-dir "${{RUN_DIR:-$HERE/run}}" "$@"
+    {corpus_flags} --vocab-file "$VOCAB_FILE" --run-dir "${{RUN_DIR:-$HERE/run}}" "$@"
 """
 
 
 MIN_SAMPLE_VOCABULARY = 2000  # smallest vocabulary with room for all characters of the sample corpus and T5's sentinels
-REQUIRE_USER_DATA = """: "${VOCAB_FILE:?the tokenizer; train-tokenizer (tools/train_tokenizer.py) makes one}"
-: "${DATA_PATH:?a corpus, without .bin; preprocess-data (tools/preprocess_data.py) makes one}\""""
+REQUIRE_TOKENIZER = ': "${VOCAB_FILE:?the tokenizer; train-tokenizer (tools/train_tokenizer.py) makes one}"'
+REQUIRE_USER_DATA = f"""{REQUIRE_TOKENIZER}
+: "${{DATA_PATH:?a corpus, without .bin; preprocess-data (tools/preprocess_data.py) makes one}}\""""
 
 
 def _prepare_sample_data(vocab_size: int) -> str:

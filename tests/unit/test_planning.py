@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import re
+import subprocess
 import tomllib
 from dataclasses import replace
 from itertools import pairwise
@@ -119,6 +121,7 @@ def test_frozen_layers_have_no_moments(pattern: str, frozen: int, held: int, tmp
     assert found.optimizer == 8 * trained
     assert found.gradients <= 4 * trained
     assert checkpoint_bytes(config) == 4 * (3 * parameters(config) - 2 * frozen)
+    assert checkpoint_bytes(with_values(config, {"precision": "fp64"})) == 2 * checkpoint_bytes(config)
 
 
 def test_stages_hold_every_layer_once() -> None:
@@ -459,6 +462,38 @@ def test_the_doctor_accepts_what_the_planner_writes(
     printed = capsys.readouterr().out
     states = {each["check"]: each["state"] for each in json.loads(printed[printed.index("[\n") :])}
     assert {states[check] for check in ("settings", "layout", "ds_config", "memory")} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], ["--data-path", "d", "--split", "90,10,0", "--vocab-file", "v"]),
+        (
+            ["--split", "80,20,0", "--vocab-file", "a b"],
+            ["--data-path", "d", "--split", "80,20,0", "--vocab-file", "v"],
+        ),
+        (["--data-path", "x", "--vocab-file", "a b"], ["--vocab-file", "a b"]),
+    ],
+    ids=["nothing", "split", "corpus"],
+)
+def test_the_written_script_leaves_given_data_to_the_config(
+    given: list[str], expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script runs with `echo` in place of the launch; DATA_PATH and VOCAB_FILE are set if no corpus is given."""
+    flags = "--model llama_tiny --cluster laptop_cpu --devices 1 --global-batch-size 8 --seq-length 32"
+    words = [*flags.split(), *given, "--write", str(tmp_path)]
+    monkeypatch.setattr(scripts, "CHECKOUT", tmp_path)  # as if installed: nothing is prepared
+    plan.main(plan_flags.build_parser().parse_args(words))
+    script = tmp_path / "run.sh"
+    script.write_text(script.read_text().replace("megatron-launch", "printf '%s\\n'"))
+    variables = {} if "--data-path" in given else {"DATA_PATH": "d", "VOCAB_FILE": "v"}
+    environment = {"PATH": os.environ["PATH"], **variables}
+    done = subprocess.run(
+        ["bash", str(script)], env=environment, capture_output=True, text=True, check=True, timeout=20
+    )
+    passed = done.stdout.splitlines()
+    begin = passed.index("--deepspeed-config") + 2
+    assert passed[begin : passed.index("--run-dir")] == expected
 
 
 def test_measured_runs_of_random_settings_are_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
