@@ -115,11 +115,11 @@ class ChatEncoder:
         pieces = list(pieces)
         # ChatML ends an answer with the pieces "Hi", "<|im_end|>" and "\n", of which only the newline is not in the
         # loss. So the piece before a final newline shows whether the last turn is an answer.
-        turn_end = pieces[-1]
-        has_final_space = turn_end.text.isspace() and not turn_end.in_loss
+        last_piece = pieces[-1]
+        has_final_space = last_piece.text.isspace() and not last_piece.in_loss
         if has_final_space and len(pieces) > 1:
-            turn_end = pieces[-2]
-        needs_eod = self._append_eod and turn_end.in_loss
+            last_piece = pieces[-2]
+        needs_eod = self._append_eod and last_piece.in_loss
         # The token `eod` takes the place of the newline: "Hi", "<|im_end|>", eod.
         if needs_eod and has_final_space:
             del pieces[-1]

@@ -298,7 +298,7 @@ def _file_system(protocol: str, process: int) -> Any:
         options["config_kwargs"] = {"retries": {"total_max_attempts": 1, "mode": "standard"}, **user_options}
     try:
         file_system = fsspec.filesystem(protocol, **options)
-        if hasattr(file_system, "retries"):  # s3fs's own repetitions
+        if hasattr(file_system, "retries"):  # repetitions of the package itself, such as s3fs
             file_system.retries = 1
         return file_system
     except ImportError:

@@ -20,7 +20,7 @@ def _check_topology(topology: Any) -> None:
 class _TakesMasks:
     """Mixin for pipeline models: turns attention masks that `_megatron_batch_fn` returns into document ids."""
 
-    _script_batch_fn: BatchFunction  # only if the script has set one
+    _script_batch_fn: BatchFunction | None = None
 
     def _without_masks(self, inputs: Any) -> Any:
         raise NotImplementedError
@@ -28,8 +28,9 @@ class _TakesMasks:
     @property
     def _megatron_batch_fn(self) -> BatchFunction:
         """Function that calls the script's batch function and replaces the masks among the inputs of its batch."""
-        # Raises AttributeError if the script has set no function: the training loop asks this by `hasattr`.
         script_batch_fn = self._script_batch_fn
+        if script_batch_fn is None:  # the training loop asks by `hasattr` whether the script has set a function
+            raise AttributeError("_megatron_batch_fn of the model is not set")
 
         def without_masks(data: Any) -> Any:
             # A batch is (inputs, labels). The engine refuses anything else.

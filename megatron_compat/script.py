@@ -149,7 +149,7 @@ def _target_counter(dataset: Any) -> Callable[[Batch, Config], Tensor] | None:
 
 def _gpt2_targets(data: Batch, config: Config) -> Tensor:
     # The script computes the same mask from its batch, and the loss is the mean over the tokens that this mask selects.
-    tokens = data["text"][:, :-1]  # [b, s + 1]: the last token is only a label
+    tokens = data["text"][:, :-1]  # [b, s]: the last token is only a label
     _, loss_mask, _ = get_ltor_documents_and_position_ids(
         tokens,
         get_tokenizer().eod,

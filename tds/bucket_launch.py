@@ -48,7 +48,7 @@ def pack_buckets(
     """
     packed: list[Weights] = []
     capacity = bucket_bytes or max(BUCKET_BYTES, BYTES_PER_REPLICA * dist.get_world_size(group))
-    free_bytes = capacity  # in the last bucket; negative if its last weight exceeds the capacity
+    free_bytes = capacity  # in the last bucket; negative if its weights exceed the capacity
     last_kind = None  # weights of this kind go into the last bucket; None: the next weight begins a bucket
     separate = set(separate)
     for parameter in reversed(list(parameters)):

@@ -157,7 +157,7 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
         with self.observers.around("Reduce"):
             self.observers.waiting("reducing gradients over tied layers and replicas")
             self._reduction.finish()
-        with self.observers.around("Loss"):  # one all-reduce, also of the squared gradient norm if it is not None
+        with self.observers.around("Loss"):  # the squared gradient norm travels with them, unless it is None
             self._share_losses(self._squared_norm_to_share())
         with self.observers.around("Step"):
             self._config.wall_clock_breakdown = False  # DeepSpeed would print times of this part, besides `progress`

@@ -65,7 +65,7 @@ def _unchanged_buffers(layer: Any) -> Iterator[None]:
         with torch.no_grad():
             for module, name, buffer, value in saved:
                 setattr(module, name, buffer)  # the forward pass may have assigned another tensor
-                # copy_() fails for an expanded buffer, which no layer can have changed in place.
+                # copy_() would fail for an expanded buffer, which a layer can hardly change in place.
                 if not torch.equal(buffer, value):
                     buffer.copy_(value)
 

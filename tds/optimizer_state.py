@@ -227,7 +227,7 @@ def make_moments(engine: Any, names: Sequence[str], step: int, exceptions: Mappi
     """
     inner = torch_optimizer_of(engine)
     adam = adam_of(inner)
-    # Moment -> its dtype, if an optimizer keeps it in lower precision; other moments have the dtype of the weight.
+    # Moment -> its dtype, if an optimizer keeps it in lower precision; others have the dtype of what is stepped.
     moment_dtypes = getattr(adam, "moment_dtypes", {})
     counts = _counts_to_set(engine, step, exceptions)
     # Fused and capturable kernels read the step count on the device of the weights; torch's `load_state_dict` moves it

@@ -38,8 +38,9 @@ def tie_all_weights(module: Any, comms: Comm) -> None:
         return
     buffers = _agree_on_names(comms)
     for key, comm in comms.items():
-        # On all stages but the first, DeepSpeed has set `ds_pipe_replicated` of all weights of the module, so that a
-        # gradient norm counts each weight once. A weight that is not tied is on this stage alone, so it must count.
+        # On all stages of a tie but its first, DeepSpeed has set `ds_pipe_replicated` of all weights of the module, so
+        # that a gradient norm counts each weight once. A weight that is not tied is on this stage alone, so it must
+        # count.
         tied = {attrgetter(name)(comm["module"]) for name in comm["weight_attr"]}
         for p in comm["module"].parameters():
             if p not in tied:

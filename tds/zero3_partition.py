@@ -27,8 +27,8 @@ def zero3_partitioner(config: Mapping[str, Any], mpu: Any, dtype: torch.dtype) -
     offloaded = (zero.get("offload_param") or {}).get("device")
     if zero.get("stage") != 3 or mpu.get_data_parallel_world_size() == 1 or offloaded == "nvme":
         return None
-    # Off is None or False for a switch, and 1 for zero_hpz_partition_size.
-    if any(zero.get(key) not in (None, False, 1) for key in WHOLE_MODEL_KEYS):
+    # True turns a switch on, but 1, which equals True in Python, turns zero_hpz_partition_size off.
+    if any(value is True or value not in (None, False, 1) for value in map(zero.get, WHOLE_MODEL_KEYS)):
         return None
     _deepspeed.patch_deepspeed()
 

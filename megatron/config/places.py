@@ -28,7 +28,7 @@ def location_problems(config: Config) -> Iterator[str]:
     for section, _, f in settings():
         if f.name not in URL_SETTINGS + PATH_SETTINGS:
             continue
-        # `check_location` accepts paths and supported URLs, `require_local` only paths.
+        # `check_location` accepts paths and URLs without a mistake, `require_local` only paths.
         check = check_location if f.name in URL_SETTINGS else require_local
         value = getattr(getattr(config, section), f.name)
         if value == "":

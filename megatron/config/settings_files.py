@@ -79,7 +79,7 @@ class _FileSettings:
         known = list(HOME) if section is None else [f.name for f in fields(SECTIONS[section])]
         if name in known:
             if value == "none":
-                # A setting that cannot be None, such as --router-balance, keeps the word: `none` is one of its choices.
+                # Settings outside the table keep the word: `none` is a choice of --router-balance, for example.
                 value = _NONE_VALUES.get(name, value)
             self.values[name] = value
             return

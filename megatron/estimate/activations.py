@@ -199,7 +199,7 @@ def backward_working(shapes: Shapes, layer: Layer) -> float:
         return hidden + max(mlp_bytes, other_bytes)
     rows = tokens * m.experts_per_token
     weight_copies = 0.0
-    # With these settings, the experts are computed one by one. Without them, one grouped matmul computes all.
+    # With these settings, experts are computed one by one; else in bf16 on accelerators by one grouped matmul.
     is_looped = m.hidden_bias or "activation" in m.recompute_modules or shapes.config.parallel.zero_stage == 3
     if shapes.accelerated and shapes.precision == "bf16" and not is_looped:
         experts_on_rank = (m.num_experts or 0) / shapes.config.parallel.expert_parallel_size / shapes.ranks

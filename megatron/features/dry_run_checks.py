@@ -33,6 +33,7 @@ from ..training.global_vars import publish
 from ..training.inputs import reads_corpora, require_inputs
 from ..training.setup import new_run_dir, prepare_settings
 from ..training.task import Task
+from .task_sets import read_tasks
 
 # With more instructions than this, fewer micro-batches are checked, since the others repeat the steady state.
 MAX_INSTRUCTIONS = 1 << 16
@@ -85,6 +86,8 @@ def check_run(task: Task, config: Config, ranks: int) -> None:
         state = TrainState.from_dict(reader.state)
         initial_value = initial_hash(local_config)
         hash_samples(initial_value, state, plain_config(reader), local_config, datasets[0], start.wanted)
+    if config.train.eval_tasks:
+        read_tasks(config, tokenizer)  # for its errors
     if isinstance(folder, RemotePath):
         print_rank_0(f"note: {folder} is object storage, which the dry run does not write to")
     else:

@@ -78,7 +78,7 @@ class AttentionArgs(NamedTuple):
             )
         mask: Any = self.mask.mask() if isinstance(self.mask, Documents) else self.mask
         if mask is not None:
-            return mask, False  # a bool tensor by now, which hides later keys, too
+            return mask, False  # a bool tensor by now; if later keys must be hidden, it hides them itself
         q = self.query.shape[2]
         k = self.key.shape[2]
         if q <= 1 or not self.causal:  # a single query, as in decoding, sees all keys

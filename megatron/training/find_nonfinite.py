@@ -70,7 +70,7 @@ def gather_findings(model: nn.Module, recompute: Callable[[], object]) -> list[F
     first_weight = next((name for name, p in named if not _is_finite(local_shard(p))), None)
     nonfinite: set[str] = set()  # names of parameters
 
-    # A hook gets the gradient of this rank alone, before a sum over ranks spreads NaN to all of them.
+    # A hook gets the gradient before it is summed over the replicas, which would spread NaN to all of them.
     def record_nonfinite(name: str, gradient: Tensor) -> None:
         if not _is_finite(gradient):
             nonfinite.add(name)

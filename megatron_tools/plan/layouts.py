@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.config import Config
 from megatron.config.command_line import with_values
-from megatron.config.ds_config import Resolved, resolve
+from megatron.config.ds_config import Resolved, read_file, resolve
 from megatron.config.fields import ConfigError
 from megatron.estimate.per_rank import Memory, rank_memory
 from megatron.estimate.sizes import Stage, parameters, stages_of
@@ -140,8 +140,14 @@ class SearchRequest:
 
 
 def _search_space(request: SearchRequest) -> dict[str, list[Any]]:
-    """Return the values of each setting that the search combines. Settings in `request.fixed` keep theirs."""
+    """Return the values of each setting that the search combines. Settings in `request.fixed` keep theirs.
+
+    Raises ValueError for a ds_config with offloading.
+    """
     c = request.config
+    zero_section = read_file(c, lambda section, content: None).get("zero_optimization", {})
+    if any(name.startswith("offload") for name in zero_section):
+        raise ValueError("memory with offloading is not estimated: leave offload_* out of the --deepspeed-config")
     num_layers = c.model.num_layers
     if c.is_t5:
         num_layers += c.model.decoder_layers
@@ -171,6 +177,8 @@ def _search_space(request: SearchRequest) -> dict[str, list[Any]]:
         # --zero-stage may be given as `none`, which leaves the choice to the search.
         if name in request.fixed and value is not None:
             space[name] = [value]
+    if isinstance(zero_section.get("stage"), int):
+        space["zero_stage"] = [zero_section["stage"]]
     # Pairs of (--checkpoint-activations, --recompute-modules): nothing, some modules or whole layers.
     space["recomputation"] = [(False, ()), (False, RECOMPUTED_MODULES), (True, ())]
     if request.fixed & {"checkpoint_activations", "recompute_modules"}:
@@ -191,8 +199,9 @@ def candidates(request: SearchRequest) -> Iterator[Config]:
         if request.devices % ranks_per_replica or shards % ep:
             continue
         # ZeRO 2 and 3 support neither pipelines nor expert parallelism. With shards == 1, ZeRO has nothing to shard, so
-        # they are not tried, either. Stage 1 remains, and without mixed precision also stage 0.
-        if zero > 1 and (pp or ep > 1 or shards == 1):
+        # of several stages, only 1 is tried, and without mixed precision also 0.
+        is_needless = shards == 1 and len(space["zero_stage"]) > 1
+        if zero > 1 and (pp or ep > 1 or is_needless):
             continue
         if chunks > 1 and not pp:
             continue

@@ -120,7 +120,7 @@ def _run_script(layout: Layout) -> str:
     split = data.split
     if split == DataConfig.split:  # not given; of the small sample corpus, a tenth is held out
         split = "90,10,0"
-    corpus_flags = f'--data-path "$DATA_PATH" --split {split}'
+    corpus_flags = f'--data-path "$DATA_PATH" --split {shlex.quote(split)}'
     if data.names_corpora:  # config.json names them
         corpus_flags = '${DATA_PATH:+--data-path "$DATA_PATH"}'
         data_commands = REQUIRE_TOKENIZER

@@ -36,11 +36,11 @@ def unigram_baselines(config: Config, train: list[Row]) -> dict[str, float]:
     is empty if the entropy cannot be computed.
     """
     if not config.is_t5:
-        if config.objective == "sft":
-            return {}  # the loss of fine-tuning counts only answers, so the entropy of all tokens is no baseline
+        if config.objective == "sft" or config.data.eod_mask_loss:
+            return {}  # the loss counts only some of the tokens, so the entropy of all is no baseline
         entropy = text_entropy(config)
         return {} if entropy is None else {"validation text": entropy}
-    if not train:
+    if not train or not config.train.eval_iters:
         return {}
     # Samples of one iteration times the iterations of an evaluation.
     samples = samples_per_iteration(train) * config.train.eval_iters

@@ -43,7 +43,7 @@ def count_tokens(data_path: Sequence[str] | None, split: str, vocab_size: int) -
         return None
     indexed = IndexedDataset(prefix)
     train, valid, _ = split_documents(parse_split(split), indexed.num_documents)
-    # Document i has the tokens boundaries[i] to boundaries[i + 1].
+    # Document i has the tokens boundaries[i] to boundaries[i + 1] - 1.
     boundaries = np.concatenate([[0], indexed.document_ends()])
 
     def counts(part: range) -> Counts:

@@ -192,7 +192,7 @@ def _join_shards(parts: Sequence[tuple[Any, Tensor]]) -> list[Tensor]:
         return [value.reshape(spec["local"]) for spec, value in parts]
     whole = torch.zeros(first_spec["full"], dtype=value.dtype)
     for spec, value in parts:
-        # This rank holds rows `begin` to `end` of the whole. Padding rows may follow them, and are left out.
+        # This rank holds rows `begin` to `end` - 1 of the whole. Padding rows may follow them, and are left out.
         dim, begin, end = spec["rows"]
         length = end - begin
         rows = value.reshape(spec["local"]).narrow(dim, 0, length)

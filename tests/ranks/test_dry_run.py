@@ -76,6 +76,7 @@ def test_a_dry_run_says_what_a_run_needs_and_leaves_nothing(
         (2, "--data-path {here}/absent", "absent"),
         (2, "--save {here}/file/checkpoints", "--save"),
         (2, "--train-iters 3 --vocab-size 5", "--vocab-size"),
+        (2, "--eval-tasks {here}/absent.jsonl", "--eval-tasks"),
     ],
 )
 def test_a_dry_run_refuses_what_the_run_would_refuse(

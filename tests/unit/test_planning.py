@@ -548,6 +548,25 @@ def test_written_files_keep_the_settings_of_the_users_ds_config(tmp_path: Path) 
         assert resolved.deepspeed["fp16"]["initial_scale_power"] == 12
 
 
+@pytest.mark.parametrize("by_file", [False, True])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_given_stage_of_zero_is_planned_for_a_single_replica(stage: int, by_file: bool, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+    flags = f"--deepspeed-config {path}" if by_file else f"--zero-stage {stage}"
+    fixed = frozenset() if by_file else frozenset({"zero_stage"})
+    found = search(SearchRequest(parse([*TINY.split(), *flags.split()]), load_cluster("a100"), 1, 8, fixed=fixed))
+    assert {layout.resolved.zero_stage for layout in found} == {stage}
+
+
+def test_the_planner_refuses_offloading(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}))
+    config = parse([*TINY.split(), "--deepspeed-config", str(path)])
+    with pytest.raises(ValueError, match="offload"):
+        search(SearchRequest(config, load_cluster("a100"), 8, 64))
+
+
 def test_layout_flags_of_other_frameworks_are_kept_by_the_search() -> None:
     def fixed(flags: str) -> frozenset[str]:
         words = f"{TINY} {flags}".split()
