@@ -113,8 +113,9 @@ class ChatEncoder:
         `in_loss`. A token that lies in several pieces counts if one of them does.
         """
         pieces = list(pieces)
-        # ChatML ends an answer with the pieces "Hi", "<|im_end|>" and "\n", of which only the newline is not in the
-        # loss. So the piece before a final newline shows whether the last turn is an answer.
+        # Only a conversation that ends with an answer gets the token `eod`. ChatML ends an answer with the pieces "Hi",
+        # "<|im_end|>" and "\n", of which only the newline is not in the loss. So the piece before a final newline shows
+        # whether the last turn is an answer.
         last_piece = pieces[-1]
         has_final_space = last_piece.text.isspace() and not last_piece.in_loss
         if has_final_space and len(pieces) > 1:

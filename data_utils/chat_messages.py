@@ -34,8 +34,9 @@ class Message(NamedTuple):
         """Return the turn as templates of transformers get it, with its reasoning under both names that they use."""
         # Templates handle a missing key, but may write "None" for a null value.
         entry = {key: value for key, value in self.as_dict().items() if value is not None}
-        # Of several reasoning keys, the first in REASONING_KEYS counts. A `thinking` of the message itself keeps its
-        # value, because the entries of ** replace the one before them.
+        # The first of REASONING_KEYS that the turn has gives both names their value: {"reasoning": "a"} also gets
+        # `thinking` and `reasoning_content` with "a". But {"reasoning_content": "a", "thinking": "b"} remains as it is,
+        # because the `thinking` in ** replaces the one before it.
         for key in REASONING_KEYS:
             if key in entry:
                 entry = {"thinking": entry[key], **entry, "reasoning_content": entry[key]}

@@ -142,7 +142,7 @@ def _encode_conversations(conversations: list[tuple[Piece, ...]]) -> list[PairTo
         new_ids, new_mask = _Worker.chat.encode(pieces)
         ids.append(np.array(new_ids, np.int32))
         loss_masks.append(np.array(new_mask, np.uint8))
-    counts = [1] * len(conversations)
+    counts = [1] * len(conversations)  # each conversation is a document of one sequence
     dtype = best_dtype(_Worker.tokenizer.vocab_size)
     return [_concatenate(ids, dtype, counts), _concatenate(loss_masks, np.uint8, counts)]
 
@@ -159,6 +159,6 @@ def _mask_spans(chunk: Chunk, texts: list[str]) -> list[PairTokens]:
         masked = mask_document(whole, vocab_size, args.noise_density, args.mean_span_length, seed)
         for column, piece in zip(columns, masked, strict=True):
             column.append(piece)
-    counts = [1] * len(texts)
+    counts = [1] * len(texts)  # each document is one sequence
     # Sentinel ids follow the vocabulary, and a document may have any number of spans, so ids need int32.
     return [_concatenate(pieces, np.int32, counts) for pieces in columns]

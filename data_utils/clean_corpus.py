@@ -148,6 +148,7 @@ def kept_lines(args: argparse.Namespace, report: Report) -> Iterator[bytes]:
     """Clean and deduplicate the input, yield each kept document as a line of JSON, and count documents in `report`."""
     seen: dict[str, Any] = {"exact duplicate": ExactDuplicates(), "near duplicate": NearDuplicates(args.similarity)}
     sources = find_files(args.input, args.encoding)
+    # --split cuts the shuffled corpus, so one copy of a document may be trained on and another may be validated on.
     if not args.no_shuffle and any(source.weight > 1 for source in sources):
         print("note: copies are spread over the output; --split would train on documents of its validation part")
     pending = all_chunks(args, sources)
@@ -160,8 +161,9 @@ def kept_lines(args: argparse.Namespace, report: Report) -> Iterator[bytes]:
                 report.record_dropped("unreadable", str(bad))
             for original, outcome, fingerprints, copies in cleaned.documents:
                 reason = outcome.reason  # "" for a document that no rule drops
-                # The copies that FILE@2 asks for are no duplicates of each other. An exact duplicate is not compared
-                # with near duplicates.
+                # A document that a rule drops has no fingerprints: it is not compared, and later documents are not
+                # compared with it. The others are compared once, so that the copies of FILE@2 are no duplicates of each
+                # other. The exact fingerprint comes first, and a duplicate needs no second reason.
                 for kind, key in fingerprints.items():
                     if seen[kind].check_and_add(key):
                         reason = kind
@@ -194,13 +196,15 @@ def main(args: argparse.Namespace) -> None:
         raise ValueError(f"--on and --off both name {both.pop()}; leave one of them out")
     check_outputs(args.input, [args.output, args.dropped], args.encoding)
     output.parent.mkdir(parents=True, exist_ok=True)
+    # After an error in this block, existing files of both names remain unchanged, else they are replaced at its end.
     with atomic_file(output) as temporary, ExitStack() as dropped_stack:
         dropped = None
-        if args.dropped:  # after an error, an existing file remains unchanged
+        if args.dropped:
             part = dropped_stack.enter_context(atomic_file(args.dropped))
             dropped = dropped_stack.enter_context(open(part, "w", encoding="utf-8"))
         report = Report(dropped)
-        # Without this name, an error of the output would get the name of --dropped, whose context is the inner one.
+        # An error while the output is written has no file name, and gets that of the first context that it leaves.
+        # Without `name_in_errors`, this would be the context of --dropped.
         with name_in_errors(output), open(temporary, "wb") as plain, ExitStack() as stack:
             file: Any = plain
             if output.suffix == ".gz":  # without the time and the temporary name, so that equal runs write equal files

@@ -95,7 +95,7 @@ def print_uses(args: argparse.Namespace) -> None:
         path = trained[0]
     paths = config.data.paths
     short_names = dict(zip(prefixes_of(paths), corpus_names(paths), strict=True))
-    matching = []  # indices; a corpus that --data-path lists twice has two data sets
+    matching = []  # indices of the data sets of this corpus
     for index, member in enumerate(members):
         if path in (member.prefix, short_names.get(member.prefix)):
             matching.append(index)

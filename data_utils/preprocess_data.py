@@ -194,10 +194,11 @@ class _Output:
 
     def __init__(self, args: argparse.Namespace, tokenizer: Tokenizer, state: dict[str, Any]) -> None:
         if not state:  # a new corpus; a resumed one continues with the ids that it has
-            tokenizer.refuse_contradiction()
+            tokenizer.refuse_contradiction()  # raises if it does not follow a setting next to its vocabulary
         self.args = args
         self.tokenizer = tokenizer
-        # Tokens around a document. They may come from files that the tokenizer's fingerprint does not cover.
+        # Tokens around a document. They may come from files that the tokenizer's fingerprint does not cover, so the
+        # journal records them, and `_is_usable` compares them.
         self._added = [*tokenizer.start, tokenizer.eod]
         self.sft = args.objective == "sft"
         level = "sentence" if args.split_sentences else "document"
@@ -214,7 +215,7 @@ class _Output:
                 pairs[prefix + ending] = dtype
             check_output(prefix, endings=dtypes)
         self.names = list(pairs)
-        if state and not self._is_usable(state):
+        if state and not self._is_usable(state):  # killed while it renamed its files: begin again
             state = {}
         states = state.get("builders", [None] * len(self.names))  # None starts a pair from its beginning
         self.builders = []

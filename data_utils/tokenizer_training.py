@@ -70,8 +70,9 @@ def train_sentencepiece(
         for line in lines:
             words = segment(line).replace("\x1f", "")
             training_lines.append(words.replace(SEPARATOR, "\x1f"))
+    # `lines` have no delimiters, which must not count as characters of the text.
     content = _train_model(training_lines, lines, vocab_size, model_type, options)
-    if model_type == "unigram":
+    if model_type == "unigram":  # so that all libraries choose the same segmentation, see STEP
         content = with_rounded_scores(content, STEP)
     _write(model_file, content)
 

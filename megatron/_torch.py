@@ -38,14 +38,14 @@ def will_run(node: Any, default: bool) -> bool:
 def writes_grad(weight: Tensor) -> bool:
     """Return whether the running backward pass writes to `weight.grad`, for use inside a custom operation.
 
-    torch turns autograd off inside custom operations, and has no public way to turn it on there. Without the private
-    one, the result is True, which is right for `backward()`.
+    torch turns autograd off inside custom operations, and only a private guard can turn it on there. Without the guard,
+    the result is True, which is right for `backward()`.
     """
     guard = getattr(torch._C, "_SetExcludeDispatchKeyGuard", None)
     if guard is None:
         return True
-    # torch excludes the dispatch key of autograd there, without which a leaf's node cannot be found. The guard with
-    # False includes the key again within this block.
+    # `get_gradient_edge` needs autograd's dispatch key, which torch excludes inside custom operations. In this block,
+    # the guard sets whether the key is excluded, here to False.
     with torch.enable_grad(), guard(torch._C.DispatchKey.AutogradFunctionality, False):
         node = get_gradient_edge(weight).node  # accumulates the gradient of `weight`
     return will_run(node, default=False)  # False within torch.autograd.grad, which does not write to `.grad`

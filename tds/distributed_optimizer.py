@@ -173,12 +173,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         stepped = set(weights_of(self))
         outside = stepped.difference(module.parameters())
         problem = None
-        # A state shows that the optimizer has taken a step, except those of step 0 that Adagrad's constructor creates.
+        # A state shows that the optimizer has taken a step, also a state without a step count, such as SGD's momentum;
+        # hence the 1. Only Adagrad's constructor creates states, of step 0.
         if any(state.get("step", 1) for state in self.state.values()):
             problem = "already has states of unsharded weights: wrap it before its first step"
-        elif any(hasattr(p, "_hp_mapping") for p in stepped):
+        elif any(hasattr(p, "_hp_mapping") for p in stepped):  # DeepSpeed's link from a weight to its shard
             problem = "is given weights that are already sharded over replicas: build the model again"
-        # It is allowed that no weight is in the model: a stage without weights needs a placeholder in its optimizer.
+        # If all weights are outside the model, the stage has no weights, and they are the placeholder that torch's
+        # optimizers need.
         elif len(outside) < len(stepped) and any(p.requires_grad for p in outside):
             problem = "has weights that are not in the model: register them in it"
         if problem:
@@ -367,6 +369,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         own_state: Any = None
         if len(state_dict_list) == dist.get_world_size(self.dp_process_group):
             own_state = state_dict_list[dist.get_rank(self.dp_process_group)]
+        # With load_optimizer_states=False, as the error advises, DeepSpeed's engine calls `_restore_from_bit16_weights`
+        # instead of this method.
         saved_shapes = None
         if own_state:
             saved_shapes = [share.shape for share in own_state.get("shares", ())]
@@ -378,10 +382,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         if load_optimizer_states:
             self.optimizer.load_state_dict(own_state["optimizer"])
-            self._expose_wrapped()
+            self._expose_wrapped()  # torch has given the wrapped optimizer new param_groups and a new state
         for bucket, share in zip(self.buckets, own_state["shares"], strict=True):
             bucket.share.data.copy_(share)
-        self._lazy_init_hp_params_optimizer_state()
+        self._lazy_init_hp_params_optimizer_state()  # links weights to the loaded moments
 
     def _expose_wrapped(self) -> None:
         """Expose the wrapped optimizer's param_groups, state and defaults as this optimizer's own."""

@@ -119,6 +119,7 @@ class FaultBoard:
         self.rank = dist.get_rank()
         self.world = dist.get_world_size()
         self.poll_ticks = ticks_between_queries(self.rank, self.world)
+        # A rank that asks in every third tick may learn of a fault two ticks later than one that asks in every tick.
         # Rank 1 stands for all ranks except rank 0, which asks in every tick.
         self.delay = POLL_SECONDS * (ticks_between_queries(1, self.world) - 1)
 
@@ -151,17 +152,19 @@ class FaultBoard:
     def report(self, report: dict[str, Any]) -> int:
         """Write this rank's report, wait until rank 0 has printed all reports, and return the announced exit code.
 
+        Keys in the store: each rank writes tds/report/RANK. Rank 0 waits for them, prints, and writes PRINTED_KEY. Then
+        the other ranks write tds/left/RANK, and rank 0 leaves last, because its process may host the store.
         report: the rank's activity `what`, its duration `since` in seconds, its `stack`, and further lines, `more`.
         """
         store = self._store
         fault, code = json.loads(store.get(FAULT_KEY))
         store.set(f"tds/report/{self.rank}", json.dumps(report))
         if self.rank == 0:
-            self._print(fault, with_stacks=not code)  # an exit code asks for a report of one line
+            # A fault with an exit code, such as Ctrl-C or a lack of memory, needs no stacks to be understood.
+            self._print(fault, with_stacks=not code)
         else:
             # Rank 0 itself waits up to `collect_seconds` for the reports before it prints them.
             store.wait([PRINTED_KEY], timedelta(seconds=2 * self.collect_seconds))
-            # Rank 0 ends after it has read this, since it may host the store.
             store.set(f"tds/left/{self.rank}", "1")
         return int(code)
 

@@ -253,7 +253,10 @@ def make_moments(engine: Any, names: Sequence[str], step: int, exceptions: Mappi
 
 
 def _counts_to_set(engine: Any, step: int, exceptions: Mapping[nn.Parameter, int | None]) -> dict[Tensor, int | None]:
-    """Return the step count of each tensor that the torch optimizer steps, see `make_moments`."""
+    """Return the step count of each tensor that the torch optimizer steps; None if it never had a gradient.
+
+    step, exceptions: see `make_moments`. A parameter without an exception has the count `step`.
+    """
     counts = dict[Tensor, int | None]()
     for parameter, owner in _stepped_by_weight(engine).items():
         count = exceptions.get(parameter, step)

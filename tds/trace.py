@@ -110,7 +110,7 @@ class Tracer:
         max_iterations = KEPT_ITERATIONS if last is None else None
         self._iterations: deque[tuple[int, list[RecordedSpan]]] = deque(maxlen=max_iterations)
         self._current_spans = list[RecordedSpan]()
-        self._since_write = 0
+        self._since_write = 0  # recorded iterations since the file was written
         self.size = 0  # bytes sent since the last message ended
         # Also record what comes before the first iteration: loading a checkpoint, opening data.
         self.is_recording = first is None
@@ -199,8 +199,8 @@ class Tracer:
         rank = metadata.get("rank", 0)
         name = metadata.get("name", f"rank {rank}")
         events = name_events(rank, name)
-        for number, spans in self.spans(wait):
-            events += [_event(each, rank, number) for each in spans]
+        for iteration, spans in self.spans(wait):
+            events += [_event(each, rank, iteration) for each in spans]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_events(self.path, events, otherData={**metadata, "clock": self.clock})
 

@@ -78,12 +78,14 @@ def _find_holders(module: Any) -> list[Holder]:
 
 def _built_layers(module: Any) -> Iterator[tuple[int, nn.Module]]:
     """Yield this stage's layers and their indices in the whole model."""
+    # A stage of tds' PipelineModule may have several chunks, whose layers `indices` lists. DeepSpeed's has one range.
     indices = getattr(module, "indices", range(module._local_start, module._local_stop))
     for index, layer in zip(indices, module.forward_funcs, strict=True):
         spec = module._layer_specs[index]
+        # The callable of a tied layer may be a partial of its `forward_fn`, so take its module from `tied_modules`.
         if isinstance(spec, TiedLayerSpec):
             yield index, module.tied_modules[spec.key]
-        elif isinstance(layer, nn.Module):
+        elif isinstance(layer, nn.Module):  # else a function, which has no weights
             yield index, layer
 
 

@@ -12,7 +12,8 @@ from torch import nn
 from . import _deepspeed
 from .layout import make_rows_contiguous
 
-# With any of these settings, DeepSpeed must partition the whole model at once, when it builds its engine.
+# With any of these settings, DeepSpeed must partition the whole model at once, when it builds its engine. For example,
+# each zero.Init would create the process groups of zero_hpz_partition_size, and DeepSpeed refuses to create them twice.
 WHOLE_MODEL_KEYS = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights")
 
 
@@ -24,6 +25,7 @@ def zero3_partitioner(config: Mapping[str, Any], mpu: Any, dtype: torch.dtype) -
     config, mpu: arguments of `deepspeed.initialize`. dtype: dtype of the forward pass.
     """
     zero = config.get("zero_optimization", {})
+    # On nvme, each zero.Init would create buffers of its own for reading and writing weights.
     offloaded = (zero.get("offload_param") or {}).get("device")
     if zero.get("stage") != 3 or mpu.get_data_parallel_world_size() == 1 or offloaded == "nvme":
         return None
@@ -34,9 +36,9 @@ def zero3_partitioner(config: Mapping[str, Any], mpu: Any, dtype: torch.dtype) -
 
     def partition(layer: nn.Module) -> None:
         for parameter in layer.parameters():
-            if parameter.is_floating_point() and not hasattr(parameter, "ds_id"):
+            if parameter.is_floating_point() and not hasattr(parameter, "ds_id"):  # not partitioned before
                 parameter.data = parameter.data.to(dtype)
-        make_rows_contiguous(layer)
+        make_rows_contiguous(layer)  # zero.Init broadcasts the bytes of each weight
         _deepspeed.deepspeed.zero.Init(
             module=layer,
             data_parallel_group=mpu.get_data_parallel_group(),

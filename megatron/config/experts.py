@@ -67,14 +67,16 @@ class ExpertsConfig(Section):
         if self.num_experts is None:
             for f in fields(ExpertsConfig):
                 value = getattr(self, f.name)
-                is_off = (f.name, value) == ("router_aux_loss", 0.0)  # as if there were no experts
+                # Flags of Megatron-LM such as --moe-router-topk imply this value, also in a script without experts.
+                is_off = (f.name, value) == ("router_aux_loss", 0.0)
                 if value != f.default and not is_off:
                     yield f"{flag(f.name)} needs --num-experts; for one MLP, give only --ff-hidden-size"
             return
         words = self.moe_layer_frequency
-        is_pattern = len(words) > 1  # one number for each layer
+        # A frequency such as "2", or a pattern with a number for each layer, such as "1" "0" "1" "1".
+        is_pattern = len(words) > 1
         is_bad_pattern = is_pattern and not set(words) <= {"0", "1"}
-        is_all_zeros = not "".join(words).strip("0")  # no layer has experts
+        is_all_zeros = not "".join(words).strip("0")  # the frequency "0" or a pattern of zeros: no layer has experts
         yield from problems_where(
             (
                 self.experts_per_token > self.num_experts,

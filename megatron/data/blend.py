@@ -98,8 +98,8 @@ def order_block(counts: Sequence[int]) -> NDArray[np.int32]:
     counts: number of samples of each corpus in the block.
     """
     block_size = sum(counts)
-    # Sample k of a corpus with q samples per block must be at a position from k * block_size / q (rounded down) to
-    # (k + 1) * block_size / q (rounded up) - 1. The second bound is the deadline.
+    # Sample k of a corpus with q samples per block must be at or after position k * block_size / q (rounded down), and
+    # before its deadline, position (k + 1) * block_size / q (rounded up).
     # At each position, the samples that may stand there move from the heap `arrivals` to the heap `due`, and the sample
     # with the earliest deadline is taken from `due`. The smallest entry of a heap is at index 0.
     arrivals = [(0, corpus, 0) for corpus in range(len(counts))]  # (first position, corpus, number of its sample)
@@ -204,10 +204,11 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
 
     def locate_all(self, first: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return (corpus indices [count], sample indices in these corpora [count]) of `count` samples from `first`."""
+        # Example: samples 5 to 8, if a share of 1/4 is rare, which are samples 3, 7, 11 and so on. Then rare_begin is 1
+        # and rare_end is 2: the only rare sample is number 1, at position 2, and the others are common samples 4, 5, 6.
         rare_begin = math.floor(first * self._rare_share)
         rare_end = math.floor((first + count) * self._rare_share)
-        # Sample r of the rare corpora is sample ceil((r + 1) / share) - 1 of the blend: with a share of 1/4, samples 3,
-        # 7, 11 and so on are rare.
+        # Sample r of the rare corpora is sample ceil((r + 1) / share) - 1 of the blend.
         next_numbers = range(rare_begin + 1, rare_end + 1)  # r + 1 for each rare sample r
         positions = [math.ceil(number / self._rare_share) - 1 - first for number in next_numbers]
         rare_positions = np.array(positions, np.int64)

@@ -72,21 +72,22 @@ class CPMTripleDataset(T5Samples):
         return self.parts[name].tokens[begin:end].astype(np.int64)
 
     def _read_window(self, n: int) -> Iterator[tuple[int, int, Ids | None]]:
-        """Yield (number of its document in the sample, token, None) for each token of a window.
+        """Yield (number of its document in the sample, from 1, token, None) for each context token of window n.
 
         For a sentinel, the third value is the tokens of the span that it replaces.
         """
         for part in self.parts.values():
-            part.check_not_shrunk()
+            part.check_not_shrunk()  # reading what has been cut off would kill the process
         pieces = self.pieces(n)
+        # From time to time, a corpus in object storage releases the files that its cache has deleted.
         self.refresh_after(len(pieces), self.parts.values())
         for number, (document, start, end) in enumerate(pieces, 1):
             target_tokens = self._document_part("target", document)
             offsets = self._document_part("target_offset", document).reshape(-1, 2)
             for token in self._document_part("context", document)[start:end].tolist():
                 span = None
-                # Sentinel first_id + j replaces span j. With the offsets (0, 3) and (3, 2), span 1 is the target tokens
-                # 3 and 4.
+                # A token from first_id on is a sentinel: first_id + j replaces span j, which row j of `offsets` locates
+                # in the target. With the rows (0, 3) and (3, 2), span 1 is the target tokens 3 and 4.
                 if token >= self.first_id:
                     begin, length = offsets[token - self.first_id].tolist()
                     span = target_tokens[begin : begin + length]

@@ -65,10 +65,10 @@ class IndexedDataset:
         self._open(os.fspath(prefix), reused_checks())
 
     def _open(self, prefix: str, known_checks: dict[str, bool], stamp: Stamp | None = None) -> None:
-        """Map both files; check the index unless `known_checks` has its result. stamp: version of a remote .bin."""
+        """Map both files; check the index unless `known_checks` has it. stamp: version of a remote .bin, if known."""
         self.prefix = prefix
         self.orders_folder = f"{prefix}.orders"
-        self.tokens: NDArray[Any]
+        self.tokens: NDArray[Any]  # `_map_tokens` or `open_tokens` sets it
         self._remote: RemoteTokens | None = None  # `open_tokens` sets this and the next attribute
         self._stamp: Stamp | None = None
         self._maps: list[tuple[str, Any, int]] = []  # path, memory map and size of each file when it was opened
@@ -76,7 +76,7 @@ class IndexedDataset:
             if not to_path(path).is_file():
                 raise DatasetError(f"there is no {path}; tools/preprocess_data.py writes the .bin and .idx of a corpus")
         token_file = to_path(f"{prefix}.bin")
-        self._map_index()
+        self._map_index()  # sets `sizes`, `pointers` and `document_index`
         if prefix not in known_checks:  # dict of `reuse_checks`: prefix -> True if each document is one sequence
             known_checks[prefix] = self._check_index(token_file)
         self._one_sequence_each = known_checks[prefix]

@@ -75,22 +75,24 @@ class PackedOrder:
     """
 
     def __init__(self, lengths: Ints, capacity: int, seed: int, stream: str) -> None:
-        self._records = np.flatnonzero(lengths)
+        self._records = np.flatnonzero(lengths)  # indices of the records that are not skipped
         if not len(self._records):
             raise ValueError(
                 f"none of {len(lengths)} records has a token that counts in the loss among its first --seq-length "
                 "tokens"
             )
         self._lengths = lengths[self._records]
-        window_of = assign_windows(-np.sort(-self._lengths), capacity)  # of the lengths in descending order
-        # The slots of window w are _slots[_bounds[w] : _bounds[w + 1]]; slot i takes the record with the i-th largest
-        # length of an epoch. Windows 0 1 0 give the slots 0 2 1 and the bounds 0 2 3.
+        # `window_of` lists the window of each record, the longest record first.
+        window_of = assign_windows(-np.sort(-self._lengths), capacity)
+        # Slot i is the place of the i-th longest record, in window window_of[i]. Records of equal length change their
+        # slots from epoch to epoch. The slots of window w are _slots[_bounds[w] : _bounds[w + 1]]: with window_of =
+        # 0 1 0, _slots is 0 2 1 and _bounds is 0 2 3, so window 0 has the slots 0 and 2.
         self._slots = np.argsort(window_of, kind="stable")
         self._bounds = np.concatenate([[0], np.cumsum(np.bincount(window_of))])
         self.per_epoch = len(self._bounds) - 1
         self.fill_fraction = int(self._lengths.sum()) / (self.per_epoch * capacity)
-        self.seed = [seed, *stream.encode()]
-        self._epochs: OrderedDict[int, tuple[Ints, Ints]] = OrderedDict()
+        self.seed = [seed, *stream.encode()]  # numpy seeds a generator with a list of integers
+        self._epochs: OrderedDict[int, tuple[Ints, Ints]] = OrderedDict()  # results of `_epoch` by number, at most two
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle for worker processes; it omits the cached epochs, which workers recompute."""

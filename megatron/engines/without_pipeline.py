@@ -213,9 +213,12 @@ class NoPipeEngine:
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[tuple[Any, tuple[Tensor, Tensor]]]) -> None:
-        """Run the model and its loss on micro-batches (inputs, (labels, loss mask)), without training."""
+        """Run the model and its loss on micro-batches (inputs, (labels, loss mask)), without training.
+
+        Nothing is returned: the model's `loss_fn` records what the caller needs, see `RankScorer`.
+        """
         with self._watch_step("evaluation"):
-            model = self.deepspeed.module.eval()
+            model = self.deepspeed.module.eval()  # `train_batch` sets the model to training again
             for inputs, (labels, loss_mask) in micro_batches:
                 if self.watch:
                     self.watch.micro_batch()

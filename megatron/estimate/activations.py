@@ -220,10 +220,10 @@ def _scores_working(shapes: Shapes, layer: Layer) -> float:
     if shapes.accelerated:
         return 0.0
     batch_size = shapes.config.train.batch_size
-    length = shapes.layer_tokens(layer) // batch_size
+    length = shapes.layer_tokens(layer) // batch_size  # tokens of one sample on this rank
     scores = m.num_attention_heads / shapes.ranks * length**2  # number in a sample, for the keys of this rank
     if m.attention_dropout:
-        # The queries of a context-parallel rank see a share of the keys of all `context` ranks.
+        # There are keys of all `context` ranks, so `context` times as many scores, of which a share is computed.
         context = shapes.config.parallel.context_parallel_size
         tensors = 4 if m.checkpoint_attention else 1
         return tensors * batch_size * scores * context * _visible_share(context) * shapes.matmul_width
@@ -266,11 +266,12 @@ def other_layer_kept(shapes: Shapes, layer: Layer) -> float:
     hidden_bytes = shapes.hidden(tokens)
     name = layer.cls.__name__
     if name in ("StackNorm", "DecoderNorm"):
-        # Input and output are kept. Only logits in chunks do not keep the output of the norm before them, as they have
-        # their gradients before the backward pass. The output of the encoder's norm goes to the decoder instead.
+        # The norm keeps its input, and the layer after it keeps the output. Only logits in chunks do not, as they have
+        # their gradients before the backward pass; the output of the encoder's norm goes to the decoder instead.
         tensors = 1 if chunked_loss_kept(shapes) and layer.name != "encoder.final_norm" else 2
-        return tensors * hidden_bytes + tokens * 8 / shapes.sequence_shards  # 8 bytes of statistics a token
+        return tensors * hidden_bytes + tokens * 8 / shapes.sequence_shards  # a token's mean and scale, in fp32
     if name in ("DecoderStart", "StackStart"):
+        # The dropout mask has an element of `shapes.mask` bytes for each element of the hidden states.
         mask_bytes = hidden_bytes / shapes.width * shapes.mask if m.hidden_dropout else 0.0
         return mask_bytes + 8 * tokens  # token ids are int64
     if name == "WordEmbedding" and layer.name != "head":

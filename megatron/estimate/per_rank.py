@@ -174,7 +174,8 @@ class _StepMemory:
             self.trained = count_trained(stage.layers, resolved.param_rules, config)
             _, self.gradients, self.optimizer = state_bytes(self.trained, config, resolved, replicas)
         self.has_earlier_gradients = gas > num_in_flight / p.chunks
-        # Gradients stay between steps with DeepSpeed's ZeRO 3, and sums in fp32 with its ZeRO 1.
+        # `held_gradients` exist when a backward pass begins: those of earlier micro-batches. Between steps, gradients
+        # stay with DeepSpeed's ZeRO 3, and sums in fp32 with its ZeRO 1.
         self.deepspeed_zero = _deepspeed_zero(resolved)
         gradients_stay = self.deepspeed_zero == 3 or (self.deepspeed_zero == 1 and resolved.precision == "bf16")
         self.held_gradients = self.gradients if self.has_earlier_gradients or gradients_stay else 0.0
@@ -382,17 +383,17 @@ def _turning_points(layers: Sequence[Layer]) -> list[int]:
 def rank_memory(
     config: Config, resolved: Resolved, world: int, accelerated: bool, stages: Sequence[Stage]
 ) -> list[Memory]:
-    """Return the peak memory of a step on a rank of each stage, in the order of stages."""
+    """Return the memory of a rank of each stage at the moment of a step at which it is highest, in order of stages."""
     replicas = config.parallel.data_parallel_size(world) * config.parallel.context_parallel_size  # copies of a weight
     memories = []
     for stage in stages:
         step_memory = _StepMemory(stage, config, resolved, replicas, accelerated)
-        peaks = [step_memory.backward(index) for index in _turning_points(step_memory.layers)]
+        candidates = [step_memory.backward(index) for index in _turning_points(step_memory.layers)]
         if step_memory.has_head:
-            peaks.append(step_memory.loss())
+            candidates.append(step_memory.loss())
         is_tied = step_memory.has_head and config.model.tie_embeddings
         if stage.number == 0 and (is_tied or step_memory.held_gradients):
-            peaks.append(step_memory.embedding())  # the head or an earlier micro-batch has left a gradient to add to
-        peaks += [step_memory.deferred(), step_memory.reduction(), step_memory.step()]
-        memories.append(max(peaks, key=lambda memory: memory.total))
+            candidates.append(step_memory.embedding())  # the head or an earlier micro-batch has left a gradient
+        candidates += [step_memory.deferred(), step_memory.reduction(), step_memory.step()]
+        memories.append(max(candidates, key=lambda memory: memory.total))
     return memories

@@ -50,12 +50,12 @@ class Count(NamedTuple):
 
         replicas: data-parallel size x context-parallel size. expert_ranks: --expert-parallel-size.
         """
-        # The callers read only `held` and `hidden` of these counts, so the other fields need not be divided.
+        # Callers read only `held` (all weights) and `hidden` (those that Muon steps), so only these are divided.
         dense = Count(self.whole, held=self.held - self.experts, hidden=self.hidden - self.expert_matrices)
         yield dense, replicas
         if self.experts:
             experts = Count(held=self.experts, hidden=self.expert_matrices)
-            yield experts, replicas // expert_ranks
+            yield experts, replicas // expert_ranks  # if 8 // 4, each expert has 2 copies
 
 
 def _sum_counts(counts: Sequence[Count]) -> Count:
@@ -102,7 +102,7 @@ def _mixture(config: Config, ranks: int) -> list[Count]:
     on_rank = expert.held * experts_on_rank
     matrices_on_rank = expert.hidden * experts_on_rank
     whole = expert.whole * num_experts
-    # Of `whole, held, largest, hidden, experts, expert_matrices`, the last two repeat `held` and `hidden` of experts.
+    # whole, held, largest, hidden; experts and expert_matrices repeat `held` and `hidden`, as all of this is experts.
     counts = [Count(whole, on_rank, expert.largest, matrices_on_rank, on_rank, matrices_on_rank)]
     if m.num_shared_experts:
         counts += _mlp(m, ranks, m.num_shared_experts * m.expert_ff_size)

@@ -78,7 +78,10 @@ class CorpusChecks(Feature):
             checker.end()
 
     def _compare(self, files: Sequence[CorpusFile], blocks_before: int) -> None:
-        """Start to compare the files, others on each rank. Collective. blocks_before: see `_files_of_rank`."""
+        """Start a thread that compares this rank's share of the blocks with the checksums of the sidecar. Collective.
+
+        blocks_before: number of blocks of each local file that rank 0 has already compared.
+        """
         identities = {str(file.path): identity_of(file) for file in files}
         shares = _files_of_rank(files, gather_objects(identities), blocks_before)
         if shares:
@@ -153,9 +156,10 @@ class Checker(threading.Thread):
 
 
 def _files_of(config: Config) -> list[CorpusFile]:
-    """Return the files of the corpora: local ones, and data in storage that have checksums.
+    """Return the files to watch for changes, and whose blocks are to be compared if there are checksums.
 
-    Indices in storage are read from whole copies and left out.
+    They are the local files of the corpora, and the data in storage that have checksums. An index in storage is left
+    out, because the run reads a copy, which was downloaded as a whole.
     """
     files = []
     for prefix in corpora_of_run(config):

@@ -77,10 +77,11 @@ def _count_samples(
     counts: Counts,
     max_targets: int,
 ) -> None:
-    """Add the bytes and targets of the first samples to counts[""], and to those of the set or of each corpus.
+    """Add the bytes and targets of each sample to counts[""], and to those of its data set or corpus, if it has a name.
 
-    name: of a named data set or of a corpus, else None. corpora: names by the number that a sample of several corpora
-    has. max_targets: number of targets after which counting ends.
+    name: the name of all samples, that of a data set or of a corpus. If it is None, a sample of several corpora has the
+    number of its corpus, and the list `corpora` has the name at this index.
+    max_targets: number of targets after which counting ends.
     """
     seen = 0
     for sample in samples:

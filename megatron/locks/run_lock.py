@@ -47,7 +47,10 @@ class Holder:
 
 
 def read_holder(path: Path) -> Holder | None:
-    """Return the process that the lock file names, None if the file is empty or does not exist."""
+    """Return the process that the lock file names, None if the file is empty or does not exist.
+
+    Return Holder(), an unknown process, if the file cannot be read or its content is not a record.
+    """
     try:
         text = path.read_text(encoding="utf-8")
         if not text:

@@ -151,7 +151,7 @@ class TransformerLayer(nn.Module):
     """Pre-norm transformer layer (Radford et al. 2019).
 
     name: name of the layer in the whole model.
-    branches: number of residual branches of the whole stack, see `ModelConfig.output_std`.
+    branches: number of residual branches of the whole stack, by whose square root initial output weights are divided.
     stack_index, num_stacks: the layer's stack, from 0, and the model's number of stacks: 2 for encoder and decoder.
     """
 
@@ -162,7 +162,7 @@ class TransformerLayer(nn.Module):
         super().__init__()
         self.config = config
         is_decoder = self.stack_index == 1  # stack 0 is the encoder, or the only stack
-        output_std = config.output_std(branches, config.width_factor, is_decoder)
+        output_std = config.output_std(branches, config.width_factor, is_decoder)  # width_factor: 1 without muP
         self.branch_factor = config.decoder_branch_factor if is_decoder else config.branch_factor
         self.causal = causal
         self.sequence = mpu.sequence_axis()
@@ -174,13 +174,13 @@ class TransformerLayer(nn.Module):
         self.post_attention_layernorm = build_norm(config)
         self.mlp = build_mlp(config, name, branches, is_decoder)
         self.mlp_dropout = Dropout(config.hidden_dropout, f"{name}.mlp_output")
-        self.offload_context: Callable[[bool], AbstractContextManager[Any]] = offload_nothing
+        self.offload_context: Callable[[bool], AbstractContextManager[Any]] = offload_nothing  # see `run_layer`
         self.run_on_normalised: Callable[..., tuple[Tensor, Tensor | None]] = run_on_normalised  # see `add_branch`
-        if config.offload_activations:
+        if config.offload_activations:  # keep what the backward pass needs in host memory
             from .offload import offloaded
 
             self.offload_context = offloaded
-        if "norm" in config.recompute_modules:
+        if "norm" in config.recompute_modules:  # recompute outputs of norms in the backward pass
             from .recompute import run_on_recomputed
 
             self.run_on_normalised = run_on_recomputed

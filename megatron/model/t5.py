@@ -119,8 +119,9 @@ class EncoderBlock(TransformerLayer):
         Document ids of the encoder are [b, k], those of the decoder [b, q], or both are empty. The table of relative
         positions is [r, n/t]. The loss [2] is the summed one of the routers, by stack. Both are optional.
         """
+        # The further inputs are [], [loss], [table] or [loss, table].
         hidden, tokens, encoder_ids, decoder_ids = inputs[:4]
-        s = mpu.whole_length(hidden, self.sequence)
+        s = mpu.whole_length(hidden, self.sequence)  # with sequence parallelism, `hidden` is a shard of the sequence
         losses, bias = _losses_and_bias(inputs[4:], self.config, s, s, causal=False)
         routing = self.make_routing(losses, encoder_ids)
         hidden = self.run_layer(hidden, document_scope(encoder_ids), bias, routing=routing)
@@ -158,6 +159,7 @@ class DecoderBlock(TransformerLayer):
         Document ids of the encoder are [b, k], those of the decoder [b, q], or both are empty. The table of relative
         positions is [r, n/t]. The loss [2] is the summed one of the routers, by stack. Both are optional.
         """
+        # The further inputs are [], [loss], [table] or [loss, table].
         hidden, encoded, encoder_ids, decoder_ids = inputs[:4]
         num_cached = caches.self_attention.length if caches else 0
         q = mpu.whole_length(hidden, self.sequence)

@@ -33,7 +33,7 @@ def token_chunks(logits: Tensor, max_logits: int | None = None) -> list[slice]:
 
 
 def _losses_on_one_rank(logits: Tensor, target: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return each token's loss and log Z, [n] each, when this rank holds all logits [n, v]."""
+    """Return loss and log Z, [n] each, from all logits [n, v]. target: [n], 0 for a target outside the vocabulary."""
     loss = torch.empty_like(target, dtype=dtype)
     log_z = torch.empty_like(loss)
     for chunk in token_chunks(logits):
@@ -43,7 +43,7 @@ def _losses_on_one_rank(logits: Tensor, target: Tensor, dtype: torch.dtype) -> t
         # The loss is log Z minus the target's logit.
         target_logits = logits[chunk].gather(-1, target_ids).squeeze(-1)
         log_z[chunk] = target_logits.to(dtype) + loss[chunk]
-    # The sum loses log Z if the target's logit is very low. Targets outside the vocabulary have the logit of row 0.
+    # Where the target's logit is very low, the sum of it and the loss is inaccurate, so compute log Z from all logits.
     unlikely = (loss > MAX_LOSS).nonzero().squeeze(-1)
     log_z[unlikely] = logits[unlikely].to(dtype).logsumexp(-1)
     return loss, log_z
@@ -210,9 +210,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         loss, z_losses, state = compute_losses(logits, target, vocab_size, axis, z_loss)
         ctx.save_for_backward(logits, *state[:-1])  # all but real_rows, which is no tensor
         ctx.real_rows = state.real_rows
-        ctx.overwrite = overwrite
-        ctx.overwritten = False
-        ctx.mark_non_differentiable(z_losses)
+        ctx.overwrite = overwrite  # whether the backward pass writes the gradient over the logits
+        ctx.overwritten = False  # True after a backward pass that did so, which cannot be repeated
+        ctx.mark_non_differentiable(z_losses)  # a value to log: the gradient of `loss` includes theirs
         return loss, z_losses
 
     @staticmethod
@@ -276,8 +276,8 @@ def vocab_parallel_losses(
     losses, z_losses = _VocabParallelCrossEntropy.apply(  # type: ignore[no-untyped-call]
         flat_logits, flat_targets, vocab_size, z_loss, axis, overwrite
     )
-    if label_smoothing:
-        from .accuracy import excess_over_mean
+    if label_smoothing:  # adds its factor times the excess of the target's logit over the mean logit
+        from .accuracy import excess_over_mean  # accuracy.py imports this module
 
         losses = losses + label_smoothing * excess_over_mean(flat_logits, flat_targets, vocab_size, axis)
     return losses.view(target.shape), z_losses.view(target.shape)

@@ -50,7 +50,7 @@ class RngStreams:
         self.iteration = 0
         self.recomputing = False  # whether a backward pass is running a forward pass again
         self._draws: dict[str, int] = {}  # number of draws of each stream in this iteration
-        self._seeds: dict[tuple[int, int, str, bool], int] = {}
+        self._seeds: dict[tuple[int, int, str, bool], int] = {}  # (seed, iteration, name, split) -> seed of first draw
 
     def __deepcopy__(self, _: object) -> "RngStreams":
         """Return the streams themselves: copies of a layer draw from those of the process, too."""

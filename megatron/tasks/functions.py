@@ -132,11 +132,12 @@ class FunctionsTask(Task):
         self.datasets_provider = datasets_provider
         self.model_provider = model_provider
         self.forward_step: ForwardStep = forward_step or _no_forward_step
+        # This replaces the method of Task. None: the engine counts each micro-batch as one target.
         self.count_targets = count_targets  # type: ignore[assignment,method-assign]
         self.tokenizer_provider = tokenizer_provider
         self.defaults = defaults
         self.name = name
-        self._has_noted = False
+        self._has_noted = False  # whether `_note_unlogged_values` has looked at the values
 
     def extended(self, config: Config, tokenizer: Tokenizer) -> Tokenizer:
         return self.tokenizer_provider(config, tokenizer) if self.tokenizer_provider else tokenizer

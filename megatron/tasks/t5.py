@@ -84,7 +84,7 @@ class T5(LanguageTask):
         seed = config.train.seed
         t5_tokenizer = cast(SentinelTokenizer, tokenizer)
         encoder_length = data.enc_seq_length or data.seq_length
-        decoder_length = data.dec_seq_length  # None: long enough for all masked spans
+        decoder_length = data.dec_seq_length  # None: the objective chooses the length
         specials = Specials(t5_tokenizer.eod, t5_tokenizer.pad, t5_tokenizer.sentinels, data.eod_mask_loss)
         prefixes = prefixes_of(data.paths)
         if all(map(is_triple, prefixes)):  # corpora whose spans were masked when they were written

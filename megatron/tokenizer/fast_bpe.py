@@ -145,18 +145,19 @@ def _read(description: Mapping[str, Any]) -> tuple[str, list[str]]:
 
 
 def _check_classes(pattern: str) -> None:
-    """Raise NotPlainError if the two packages disagree on the characters of a class in the pattern."""
+    """Raise NotPlainError if tiktoken and tokenizers disagree on which characters are in a class of the pattern."""
     import tiktoken
     from tokenizers import Regex, pre_tokenizers
 
-    ranks = {bytes([byte]): byte for byte in range(256)}  # no merges: the ids of a text are its bytes
+    # A vocabulary for tiktoken without merges: the ids of a text are the bytes of its UTF-8.
+    ranks = {bytes([byte]): byte for byte in range(256)}
     names = {"(?i:[a-z])"}  # if case is ignored, some characters outside of ASCII are letters of this class, too
-    # For \P{L} and \S, their complements \p{L} and \s are checked.
+    # The pattern `\p{L}+|\S` has the classes \p{L} and \s: packages that agree on \s also agree on its complement \S.
     for category, letter in CLASS.findall(pattern):
         names.add(f"\\p{category}" if category else f"\\{letter.lower()}")
     for name in sorted(names):
-        # Each package is made to keep only the characters of the class: with invert=True, Split removes all text that
-        # does not match, and tiktoken always drops such text.
+        # Give both packages a text of all characters, of which they keep those of the class: with invert=True, Split
+        # removes all text that does not match, and tiktoken always drops such text.
         splitter = pre_tokenizers.Split(Regex(f"{name}+"), behavior="removed", invert=True)
         expected = "".join(piece for piece, _ in splitter.pre_tokenize_str(CHARACTERS))
         encoding = tiktoken.Encoding(name, pat_str=f"{name}+", mergeable_ranks=ranks, special_tokens={})

@@ -298,10 +298,10 @@ def _start_ids(tokenizer: Any, eod: int) -> tuple[int, ...]:
     """
     plain_ids = _encode(tokenizer, "a")
     full_ids = tokenizer.encode("a", add_special_tokens=True).ids
-    if full_ids[-1:] == [eod] and plain_ids[-1:] != [eod]:  # would count as prepended if "a" had no ids
-        full_ids = full_ids[:-1]
+    if full_ids[-1:] == [eod] and plain_ids[-1:] != [eod]:
+        full_ids = full_ids[:-1]  # an appended eod: it would count as prepended in a tokenizer that has no ids for "a"
     # Llama 3 encodes "a" to [64], and with its post-processor to [128000, 64], so the result is (128000,).
-    for num_added in range(len(full_ids) - len(plain_ids), -1, -1):  # find the last place of plain_ids
+    for num_added in range(len(full_ids) - len(plain_ids), -1, -1):  # from the end: a prepended id may be that of "a"
         if full_ids[num_added : num_added + len(plain_ids)] == plain_ids:
             return tuple(full_ids[:num_added])
     return ()

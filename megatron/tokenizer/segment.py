@@ -34,6 +34,7 @@ _NUMBER = re.compile(r"([a-zA-Z0-9]+(?:\.\d+)?%?)")
 _SPACE = re.compile(r"(\r\n|\s)")
 _LETTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+#&._%-")
 SEPARATOR = "\ud800"  # word separator; an unpaired surrogate, which cannot occur in valid text
+# Two or more words of one character at the beginning of a sequence of words, and at its end.
 _FIRST_SINGLES = re.compile(f"^(?:[^{SEPARATOR}]{SEPARATOR})+[^{SEPARATOR}](?![^{SEPARATOR}])")
 _LAST_SINGLES = re.compile(f"(?<![^{SEPARATOR}])(?:[^{SEPARATOR}]{SEPARATOR})+[^{SEPARATOR}]$")
 
@@ -229,7 +230,9 @@ class _RjiebaSegmenter:
         """
         first = None
         last = None
-        # A separator after one character: the first word is a single character. Likewise for the last word.
+        # Written with "|" as SEPARATOR, "你|好|世界" has a separator after one character, so its first word is a single
+        # character, and _FIRST_SINGLES matches "你|好". Likewise for the last word. Without text before or after the
+        # sequence, before[-1:] or after[:1] is "", which is no letter.
         if cut_block[1:2] == SEPARATOR and before[-1:] in _LETTERS:
             first = _FIRST_SINGLES.search(cut_block)
         if cut_block[-2:-1] == SEPARATOR and after[:1] in _LETTERS:

@@ -184,7 +184,7 @@ def _write_tokenizer_json(
     from tokenizers import AddedToken
 
     entries: dict[str, Any] = {}
-    missing_names: list[str] = []
+    missing_names: list[str] = []  # special tokens of this T5 that the source's tokenizer lacks
     if isinstance(tokenizer, SentinelTokenizer):
         # The file lists the names of sentinels in the order of their ids.
         sentinels = [tokenizer.decode([id_]) for id_ in sorted(tokenizer.sentinels)]
@@ -203,7 +203,7 @@ def _write_tokenizer_json(
     if vocab_path.name == "tokenizer.json" and not missing_names:
         copyfile(vocab_path, folder / vocab_path.name)
     else:
-        # A file that lacks sentinels is not from a T5, and may put other tokens around a text than a T5 does.
+        # The source is not a T5's tokenizer.json, and may put other tokens around a text than a T5 does: replace them.
         if isinstance(tokenizer, SentinelTokenizer):
             end_ids = [tokenizer.eod] if tokenizer.convention == "t5" else []
             frame_texts(hf_tokenizer, tokenizer.start, end_ids)

@@ -178,11 +178,13 @@ def _default_layer_types(values: Values, window: int | None, where: Path) -> lis
 def llama_config(m: ModelConfig, positions: int, bos_id: int, eod_id: int, dtype: str) -> dict[str, Any]:
     """Return a config.json for the family that supports the settings `m`. Raises ConfigError if no family does."""
     model_type = _family_for(m)
-    refuse_unsupported([
+    refuse_unsupported([  # (whether `m` uses it, flag)
         (m.normalization != "rmsnorm", f"--normalization {m.normalization}"),
         (not m.is_gated, f"--activation {m.activation}"),
         (m.rotary_size != m.head_size, f"--rotary-percent {m.rotary_percent:g}"),
         (not m.scale_attention, "--no-scale-attention"),
+        # Llama has biases in all linear layers or in none. Qwen2 has them in queries, keys and values alone, Qwen2-MoE
+        # there or nowhere, and the others have none. `_family_for` never returns qwen2 for a model with --hidden-bias.
         (model_type not in ("llama", "qwen2") and m.hidden_bias, "--hidden-bias"),
         (model_type in ("qwen3", "qwen3_moe", "mixtral") and m.has_qkv_bias, "--qkv-bias"),
         (model_type == "llama" and m.hidden_bias != m.has_qkv_bias, "--no-qkv-bias"),
@@ -196,6 +198,7 @@ def llama_config(m: ModelConfig, positions: int, bos_id: int, eod_id: int, dtype
         "bos_token_id": bos_id, "eos_token_id": eod_id, **hf_rope_settings(m),
         "dtype": DTYPES[dtype],
     }  # fmt: skip
+    # Only the biases of Llama and Qwen2-MoE vary from model to model. All families except Llama may have a window.
     if model_type == "llama":
         content |= {"attention_bias": m.hidden_bias, "mlp_bias": m.hidden_bias}
     elif model_type in ("mistral", "mixtral"):

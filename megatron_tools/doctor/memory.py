@@ -16,8 +16,8 @@ def checkpoint_bytes(config: Config) -> float:
     rules = read_param_rules(config.optim.param_groups) if config.optim.param_groups else ()
     trained = count_trained(layers_of(config), rules, config)
     p = config.parallel
-    # `hidden` counts the matrices on one rank: some of the experts, and a shard of each matrix. The other
-    # expert-parallel ranks have as many experts each, and the other model-parallel ranks as large shards.
+    # `trained.hidden` counts the matrices on one rank: with 2 expert-parallel and 4 model-parallel ranks, half of the
+    # experts, and a quarter of each matrix. So add the experts of the other rank, and multiply the sum by 4.
     other_experts = trained.expert_matrices * (p.expert_parallel_size - 1)
     hidden = (trained.hidden + other_experts) * p.model_parallel_size
     # The counts of one rank that holds the whole model. `moment_elements` reads only these two fields.

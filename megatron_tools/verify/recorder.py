@@ -147,8 +147,8 @@ class Recorder:
             return loss
 
         engine.loss = compute_loss
-        # The factor on gradients that makes up for averaging over replicas. The factor of `gas` micro-batches also has
-        # the factor `gas`, by which DeepSpeed divides the loss again.
+        # records.py divides the recorded gradients by this factor, which makes up for averaging over replicas. The
+        # engine multiplies losses by factor(gas), but DeepSpeed divides them by gas before the hooks see gradients.
         self.record["scale"] = engine.factor(1)
 
     def _run_pass(self, micro: int, chunk: int, run: Callable[[], Any]) -> Any:

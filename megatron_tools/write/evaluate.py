@@ -53,7 +53,7 @@ def _build_subject(args: argparse.Namespace, hf_folder: HFModelFolder | None, pa
     if vocab_file is None:
         raise ValueError("there is no tokenizer; give --vocab-file")
     tokenizer = load_tokenizer(vocab_file, config.data.tokenizer_type)
-    with mpu.skip_init():
+    with mpu.skip_init():  # loading sets all weights
         model = GPT2Model(config, parallel_output=False)
     if hf_folder:
         for note in hf_folder.check_tokenizer(tokenizer):
@@ -65,13 +65,13 @@ def _build_subject(args: argparse.Namespace, hf_folder: HFModelFolder | None, pa
         # The model was trained on samples of --seq-length tokens, even if it has more positions.
         default_window = min(config.positions, config.data.seq_length)
     # A generated text ends at the ids that generation_config.json would name if this model were exported, so that it
-    # ends where the exported model ends it in transformers.
+    # ends where the exported model ends it in transformers. {}: ids of a config.json, which eos_token_id does not need.
     chat = chat_format_of(config, tokenizer, vocab_file)
     generation_json = generation_settings({}, tokenizer, find_vocab_file(vocab_file), chat.end_id)
     device_here = device.current_device()
     window = _context_window(args, default_window, config.positions)
     model.eval().to(device_here)
-    pack_weights(model, window)
+    pack_weights(model, window)  # a memory layout for faster matmuls of `window` tokens on a CPU
     return Harness(model, tokenizer, window, device_here, generation_json["eos_token_id"])
 
 

@@ -57,8 +57,8 @@ class Question(NamedTuple):
 class FIMTokens(NamedTuple):
     """Ids of the fill-in-the-middle tokens, and the order in which they are used.
 
-    bos_inside: whether bos, the token that begins a text, comes after the first fill-in-the-middle token instead of
-    before it. suffix_first: whether the suffix comes before the prefix.
+    bos_inside: whether bos, the token that begins a text, stands directly before the prefix, after a fill-in-the-middle
+    token, instead of before all of them. suffix_first: whether the suffix comes before the prefix.
     """
 
     prefix: int
