@@ -99,8 +99,7 @@ def _known_template(config: Config, tokenizer: Tokenizer, vocab_file: str) -> tu
 def _fim_marks(names: list[str] | None, config: Config, tokenizer: Tokenizer) -> FIMTokens | None:
     """Return the fill-in-the-middle tokens of --fim-tokens, else those of the run, or None."""
     # In this project's training with --fim-rate, bos begins the prefix, so it follows one of these tokens, and with
-    # --fim-spm-rate 1 the suffix always comes before the prefix. Other models, such as those of Hugging Face folders, do
-    # neither.
+    # --fim-spm-rate 1 the suffix always comes before the prefix. Other models, such as Hugging Face's, do neither.
     is_own_format = bool(config.data.fim_rate)
     names = names or list(config.data.fim_tokens or ())
     if not names:
