@@ -155,9 +155,11 @@ def _prepare_sample_data(vocab_size: int) -> str:
     trained_size = 4000 if vocab_size > 5000 else vocab_size - 200
     return f"""# Without DATA_PATH and VOCAB_FILE, train on the sample corpus of the checkout with a new tokenizer.
 CORPUS=${{CORPUS:-$ROOT/corpus/sample.jsonl}}
+mkdir -p "$HERE/data"
+exec 9>"$HERE/data/lock" # nodes that share this folder prepare the data one after the other
+if command -v flock >/dev/null; then flock 9; fi
 if [ -z "${{VOCAB_FILE:-}}" ]; then
     VOCAB_FILE=$HERE/data/tokenizer.model
-    mkdir -p "$HERE/data"
     [ -f "$VOCAB_FILE" ] || "$PYTHON" "$ROOT/tools/train_tokenizer.py" --input "$CORPUS" --vocab-size {trained_size} \\
         --output "$VOCAB_FILE"
 fi
@@ -165,4 +167,5 @@ if [ -z "${{DATA_PATH:-}}" ]; then
     DATA_PATH=$HERE/data/corpus_text_document
     [ -f "$DATA_PATH.idx" ] || "$PYTHON" "$ROOT/tools/preprocess_data.py" --input "$CORPUS" \\
         --vocab-file "$VOCAB_FILE" --output-prefix "$HERE/data/corpus"
-fi"""
+fi
+exec 9>&- # release the lock"""

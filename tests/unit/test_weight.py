@@ -14,10 +14,10 @@ from tests.support import ROOT
 
 # Package -> (tokens of code, folders that hold modules). Lower a limit when the code has become smaller.
 LIMITS = {
-    "tds": (62_780, 1),
-    "megatron": (212_430, 15),
-    "megatron_compat": (13_680, 2),
-    "data_utils": (38_060, 1),
+    "tds": (62_740, 1),
+    "megatron": (212_330, 15),
+    "megatron_compat": (13_420, 2),
+    "data_utils": (37_950, 1),
     "megatron_tools": (85_050, 7),
 }
 SLACK = 0.02  # if the code is more than this fraction below its limit, lower the limit
