@@ -59,7 +59,7 @@ class Signals:
         self.shutdown_seconds = seconds
         self.stop_signal = 0  # number of the signal that asked the launcher to stop, 0 before
         self._stop_time = 0.0
-        self._process_groups: list[Any] = []  # torch's groups of rank processes, one group for each (re)start
+        self._process_group: Any = None  # torch's group of rank processes since the last (re)start, None before
 
     def prepare_start(self, group: Any) -> None:
         """Prepare for the start of `group`'s processes, to which `install_handlers` will forward signals.
@@ -70,7 +70,7 @@ class Signals:
         """
         if self.stop_signal:
             raise SystemExit(128 + self.stop_signal)
-        self._process_groups.append(group)
+        self._process_group = group
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
     def install_handlers(self) -> None:
@@ -82,9 +82,8 @@ class Signals:
                 signal.signal(number, self._request_stop)
 
     def _send_to_ranks(self, send: Callable[[int, int], None], number: int) -> None:
-        # The newest group; there is none before the first start.
-        for group in self._process_groups[-1:]:
-            for pid in group.pids().values():
+        if self._process_group is not None:
+            for pid in self._process_group.pids().values():
                 with contextlib.suppress(ProcessLookupError):
                     send(pid, number)
 

@@ -58,13 +58,18 @@ class Examination:
         yield from self._machine()
         config = self.config
         if config is not None and self.has_torch:
+            names_corpora = config.data.names_corpora
             # A layout for a cluster may be checked elsewhere, before there are any data, so their absence is no
             # failure.
-            if self.args.cluster and not config.data.names_corpora and config.data.vocab_file is None:
+            if self.args.cluster and not names_corpora and config.data.vocab_file is None:
                 yield warning("data", "no corpus and no tokenizer is given", "give --data-path and --vocab-file")
             else:
                 yield from findings_of("tokenizer", self._load_tokenizer(config))
-                yield from findings_of("data", corpora.check_corpora(config, self.tokenizer, self.args.quick))
+                # The flags of pretrain_*.py, which give the family, must name corpora. Other scripts may make the data.
+                if names_corpora or (self.flags and config.model.family):
+                    yield from findings_of("data", corpora.check_corpora(config, self.tokenizer, self.args.quick))
+                else:
+                    yield warning("data", "data that the script itself makes are not checked", "use its --dry-run")
             yield from self._size_and_resume(config)
         if self.run_dir is not None:
             yield from findings_of("run directory", run_dir.check_writable(self.run_dir))
@@ -237,7 +242,7 @@ class Examination:
         if self.cluster:
             device_bytes = self.cluster.memory * 1e9 if self.cluster.accelerated else None
         yield from settings.check_memory(config, resolved, self.ranks, self.ranks_here, device_bytes)
-        if self.run_dir is not None:
+        if self.run_dir is not None and config.model.family:  # the size of a custom model is unknown
             save_dir = save_dir_of(config, self.run_dir)
             yield from run_dir.check_disk(save_dir, self.run_dir, memory.checkpoint_bytes(config), config)
 

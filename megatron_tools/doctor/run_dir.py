@@ -222,7 +222,7 @@ def _check_samples(reader: Any, config: Config, wanted: Any) -> Findings:
                 )
                 return
         consumed = Consumed(consumed_samples, reader.state.get("consumed_tokens", 0))
-        if saved_data.paths != config.data.paths:
+        if config.data.names_corpora and saved_data.paths != config.data.paths:
             # After --override-data, the checkpoint has stages of which the flags name only the last one. Training then
             # continues the checkpoint's stages, which are "" here if the flags name other corpora.
             continued_stages, _ = join_stages(saved_config, config, consumed, override=False)

@@ -112,6 +112,9 @@ def check_memory(
             "check that the training script registers it by tds.schedule.register()",
         )
         return
+    if config.model.family is None:
+        yield ok("memory", "the memory was not estimated: a custom model")
+        return
     zero_config = resolved.deepspeed.get("zero_optimization", {})
     if any(name.startswith("offload") for name in zero_config):
         yield ok("memory", "the memory was not estimated: the ds_config enables offloading")

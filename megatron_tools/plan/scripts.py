@@ -74,7 +74,7 @@ def _config_json(config: Config, steps: int | None) -> str:
             if name in always_written or value != defaults[section][name]:
                 changed[name] = value
         if steps and section == "train":
-            changed["train_iters"] = steps
+            changed |= {"train_iters": steps, "train_samples": None}
         if changed:
             content[section] = changed
     return json.dumps(content, indent=2) + "\n"

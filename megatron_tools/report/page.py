@@ -58,13 +58,12 @@ def page(runs: Runs, parameters: Sequence[int | None], timetables: Mapping[int, 
 
 def _body(runs: Runs, parameters: Sequence[int | None], timetables: Mapping[int, Timetable]) -> str:
     """Return the page's content, without its head and scripts."""
-    names = [run.name for run in runs]
     saved_configs = [run.saved_config for run in runs]
     columns = []  # of the table of results, one for each run
     for run, parameter_count in zip(runs, parameters, strict=True):
         columns.append([*facts.result_facts(run), *facts.machine_facts(run, parameter_count)])
     now = time.strftime("%Y-%m-%d %H:%M")
-    title = names[0] if len(runs) == 1 else f"{len(runs)} runs"
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     note = facts.tokenizer_note(runs)
     parts = [
         f'<header><h1>{escape(title)}</h1><span class="when">{now}</span>'
@@ -72,7 +71,7 @@ def _body(runs: Runs, parameters: Sequence[int | None], timetables: Mapping[int,
         _cards(runs),
         CONTROLS,
         _figures(runs, all_charts(runs)),
-        _table("Results", names, facts.facts_table(columns)),
+        _table("Results", runs, facts.facts_table(columns)),
         f'<p class="note">{escape(note)}</p>' if note else "",
         _samples(runs),
         heat_map_sections(runs),
@@ -124,7 +123,7 @@ def _figures(runs: Runs, charts: Sequence[Chart]) -> str:
     return f'<script type="application/json" id="about">{page_data}</script><section class="grid">{figures}</section>'
 
 
-def _table(title: str, names: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]], code: bool = False) -> str:
+def _table(title: str, runs: Runs, rows: Sequence[tuple[str, Sequence[str]]], code: bool = False) -> str:
     """Return an HTML table with a row for each name and a column for each run.
 
     A table of a single run has no header. code: whether the names on the left are shown as code.
@@ -132,9 +131,9 @@ def _table(title: str, names: Sequence[str], rows: Sequence[tuple[str, Sequence[
     if not rows:
         return ""
     header = ""
-    if len(names) > 1:
-        for i, name in enumerate(names):
-            header += f"<th>{_dot(i)}{escape(name)}</th>"
+    if len(runs) > 1:
+        for i, run in enumerate(runs):
+            header += f"<th>{_dot(i)}{escape(run.name)}</th>"
         header = f"<thead><tr><td></td>{header}</tr></thead>"
     body = ""
     for name, values in rows:
@@ -155,13 +154,12 @@ def _samples(runs: Runs) -> str:
                 # A row of texts, one for each run, begins empty.
                 texts = by_iteration.setdefault(row["iteration"], [""] * len(runs))
                 texts[i] = sample["text"]
-    names = [run.name for run in runs]
     tables = ""
     for prompt, by_iteration in texts_by_prompt.items():
         rows = []
         for iteration, texts in sorted(by_iteration.items()):
             rows.append((f"{iteration:,}", texts))
-        tables += _table(f"Samples of “{prompt}”", names, rows)
+        tables += _table(f"Samples of “{prompt}”", runs, rows)
     return f'<div class="samples">{tables}</div>' if tables else ""
 
 
@@ -178,7 +176,6 @@ def _timetable(runs: Runs, run: int, table: Timetable) -> str:
 
 def _settings(runs: Runs, rows: Sequence[Setting]) -> str:
     """Return the HTML of the tables of settings: those that differ, those that were changed, and all."""
-    names = [run.name for run in runs]
     differing = []
     changed = []
     by_section: dict[str, list[tuple[str, list[str]]]] = {}
@@ -194,11 +191,11 @@ def _settings(runs: Runs, rows: Sequence[Setting]) -> str:
     if len(runs) > 1:
         changed_title += ", equal in all runs"
         if differing:
-            parts.append(_table("Settings that differ", names, differing, code=True))
+            parts.append(_table("Settings that differ", runs, differing, code=True))
         else:
             parts.append("<section><h2>No setting differs except the folders</h2></section>")
-    parts.append(_table(changed_title, names[:1], changed, code=True))
+    parts.append(_table(changed_title, runs[:1], changed, code=True))
     for section, section_rows in by_section.items():
-        table = _table("", names, section_rows, code=True)
+        table = _table("", runs, section_rows, code=True)
         parts.append(f'<details id="all-{section}"><summary>all settings of {section}</summary>{table}</details>')
     return "".join(parts)

@@ -133,7 +133,7 @@ def whole_page(runs: Sequence[RunData]) -> str:
     """Return the HTML of the page, with the timetables of the runs that recorded pipeline timelines."""
     timetables = {}
     for index, run_data in enumerate(runs):
-        table = read_timetable(Path(run_data.folder))
+        table = read_timetable(run_data.folder)
         if table:
             timetables[index] = table
     return page(runs, [_count_parameters(run_data.config) for run_data in runs], timetables)

@@ -67,8 +67,7 @@ def text_entropy(config: Config) -> float | None:
         return None
     # Add-one smoothing, so that no token has the probability 0.
     smoothed = train + 1
-    nats = -np.log(smoothed / smoothed.sum())
-    return float((valid_counts * nats).sum() / valid_counts.sum())
+    return _cross_entropy(valid_counts, smoothed / smoothed.sum())
 
 
 def target_entropies(config: Config, samples: int) -> TargetEntropies | None:

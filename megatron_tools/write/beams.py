@@ -54,7 +54,7 @@ class Beam:
                 parents.append(parent)
                 new_tokens.append(token)
                 sequences.append(sequence)
-        self.results = sorted(self.results, reverse=True)[: self.num_beams]
+        self.results = self.best()
         self.totals = torch.tensor(new_totals)
         self.parents = torch.tensor(parents)
         self.new_tokens = torch.tensor(new_tokens)

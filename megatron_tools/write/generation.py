@@ -266,8 +266,8 @@ class T5Stepper(_Stepper):
     def first(self, batch: int) -> Tensor:
         """Start b = sources * `batch` decoder texts, grouped by source. Return logits [b, v] of their first tokens."""
         device = next(self.model.parameters()).device
-        self.encoder_tokens = _repeat_rows(self.sources, batch, device)
-        count = len(self.encoder_tokens)
+        encoder_tokens = _repeat_rows(self.sources, batch, device)
+        count = len(encoder_tokens)
         self.tokens = torch.full((count, 1), self.start, device=device)
         self._clear_caches()
         names = [layer.name for layer, _ in self.model.steps]
@@ -275,7 +275,7 @@ class T5Stepper(_Stepper):
         # The layers before the decoder's embedding are the encoder, which runs only once. Of its outputs, only the
         # first is new, `encoded` [k, b, h]. It passes the decoder's tokens and the document ids of both through.
         no_docs = no_documents(device)
-        inputs = (self.encoder_tokens, self.tokens, no_docs, no_docs)
+        inputs = (encoder_tokens, self.tokens, no_docs, no_docs)
         self.encoded, *_ = self._run_on_stages(inputs, seen=0, end=self.decoder_start)
         return self._logits(self.tokens)
 

@@ -385,6 +385,19 @@ def test_the_memory_of_a_schedule_that_only_the_script_knows_is_not_estimated() 
     assert memory_finding.state == "warning" and "waves" in memory_finding.words
 
 
+@pytest.mark.parametrize("has_flags", [False, True])
+def test_a_script_may_make_its_data_and_its_model(has_flags: bool, tmp_path: Path, vocab_file: str) -> None:
+    flags = [*MODEL, "--vocab-file", vocab_file]
+    given = ["mine.py", *flags]
+    if not has_flags:
+        (tmp_path / "config.json").write_text(json.dumps(parse(flags).to_dict()))
+        given = []
+    args, rest = doctor.build_parser().parse_known_args(["--quick", "--run-dir", str(tmp_path), *given])
+    found = {each.check: each for each in doctor.Examination(args, rest).findings()}
+    assert (found["data"].state, found["checkpoint"].state, found["memory"].state) == ("warning", "ok", "ok")
+    assert "custom model" in found["memory"].words and "disk" not in found
+
+
 def test_settings_of_a_run_that_has_begun(tmp_path: Path) -> None:
     config = parse([*MODEL, "--family", "gpt2"])
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))

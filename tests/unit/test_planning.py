@@ -400,6 +400,12 @@ def test_settings_that_the_planner_writes_are_those_of_the_model(path: Path, tmp
     assert parse_any_family(["--config", str(tmp_path / "config.json")]).model == config.model
 
 
+def test_planned_steps_win_over_samples(tmp_path: Path) -> None:
+    config = parse([*TINY.split(), "--family", "gpt2", "--train-samples", "400"])
+    (tmp_path / "config.json").write_text(scripts._config_json(config, 4))
+    assert parse_any_family(["--config", str(tmp_path / "config.json")]).with_derived_iters(1).train.train_iters == 4
+
+
 @pytest.mark.parametrize("method", ["uniform", "parameters", "type:Block", "measured"])
 def test_without_a_pipeline_the_estimate_needs_no_partition_method(method: str) -> None:
     def stages(flags: str) -> object:
