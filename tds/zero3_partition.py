@@ -12,10 +12,6 @@ from torch import nn
 from . import _deepspeed
 from .layout import make_rows_contiguous
 
-# With any of these settings, DeepSpeed must partition the whole model at once, when it builds its engine. For example,
-# each zero.Init would create the process groups of zero_hpz_partition_size, and DeepSpeed refuses to create them twice.
-WHOLE_MODEL_KEYS = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights")
-
 
 def zero3_partitioner(config: Mapping[str, Any], mpu: Any, dtype: torch.dtype) -> Callable[[nn.Module], None] | None:
     """Return a callable that ZeRO-3-partitions an initialised layer; None if DeepSpeed partitions the whole model.
@@ -29,8 +25,11 @@ def zero3_partitioner(config: Mapping[str, Any], mpu: Any, dtype: torch.dtype) -
     offloaded = (zero.get("offload_param") or {}).get("device")
     if zero.get("stage") != 3 or mpu.get_data_parallel_world_size() == 1 or offloaded == "nvme":
         return None
-    # True turns a switch on, but 1, which equals True in Python, turns zero_hpz_partition_size off.
-    if any(value is True or value not in (None, False, 1) for value in map(zero.get, WHOLE_MODEL_KEYS)):
+    # With these settings, DeepSpeed must partition the whole model at once, when it builds its engine. For example,
+    # each zero.Init would create the process groups of zero_hpz_partition_size, and DeepSpeed refuses to create them
+    # twice.
+    has_secondary_partition = (zero.get("zero_hpz_partition_size") or 1) != 1  # 1 is off
+    if has_secondary_partition or zero.get("zero_quantized_weights") or zero.get("zero_quantized_nontrainable_weights"):
         return None
     _deepspeed.patch_deepspeed()
 

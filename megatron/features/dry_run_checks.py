@@ -49,7 +49,8 @@ def check_run(task: Task, config: Config, ranks: int) -> None:
     """Check a run of `ranks` ranks, and print what it would do.
 
     Checks the layout, the ds_config, the tokenizer, the data and its first sample, the memory of each stage from the
-    shapes of its tensors, the schedule, the checkpoint that the run would load, and whether its folder is writable.
+    shapes of its tensors, the schedule, the checkpoint that the run would load, the files of --eval-tasks, and whether
+    its folder is writable.
     Raises ValueError, in one sentence, for what the run would refuse.
     """
     if world_size() > 1:

@@ -65,7 +65,7 @@ class Examination:
                 yield warning("data", "no corpus and no tokenizer is given", "give --data-path and --vocab-file")
             else:
                 yield from findings_of("tokenizer", self._load_tokenizer(config))
-                # The flags of pretrain_*.py, which give the family, must name corpora. Other scripts may make the data.
+                # With a family, by pretrain_*.py or --family, flags must name corpora. Other scripts may make data.
                 if names_corpora or (self.flags and config.model.family):
                     yield from findings_of("data", corpora.check_corpora(config, self.tokenizer, self.args.quick))
                 else:

@@ -146,8 +146,11 @@ def _search_space(request: SearchRequest) -> dict[str, list[Any]]:
     """
     c = request.config
     zero_section = read_file(c, lambda section, content: None).get("zero_optimization", {})
-    if any(name.startswith("offload") for name in zero_section):
-        raise ValueError("memory with offloading is not estimated: leave offload_* out of the --deepspeed-config")
+    for name in ("offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_param"):
+        value = zero_section.get(name)
+        is_off = value.get("device", "none") == "none" if isinstance(value, dict) else not value
+        if not is_off:
+            raise ValueError(f"memory with offloading is not estimated: leave {name} out of the --deepspeed-config")
     num_layers = c.model.num_layers
     if c.is_t5:
         num_layers += c.model.decoder_layers
@@ -172,13 +175,13 @@ def _search_space(request: SearchRequest) -> dict[str, list[Any]]:
         "zero_stage": [1, 2, 3] if is_mixed_precision else [0, 1, 2, 3],
         "expert_parallel_size": ep_sizes,
     }
+    if isinstance(zero_section.get("stage"), int):
+        space["zero_stage"] = [zero_section["stage"]]
     for name in space:
         value = getattr(c.parallel, name)
         # --zero-stage may be given as `none`, which leaves the choice to the search.
         if name in request.fixed and value is not None:
             space[name] = [value]
-    if isinstance(zero_section.get("stage"), int):
-        space["zero_stage"] = [zero_section["stage"]]
     # Pairs of (--checkpoint-activations, --recompute-modules): nothing, some modules or whole layers.
     space["recomputation"] = [(False, ()), (False, RECOMPUTED_MODULES), (True, ())]
     if request.fixed & {"checkpoint_activations", "recompute_modules"}:

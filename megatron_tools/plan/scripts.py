@@ -29,7 +29,7 @@ def write_files(layout: Layout, folder: str, tokens: float | None) -> list[Path]
     # layout.cost.tokens is the number of tokens of one step.
     steps = max(round(tokens / layout.cost.tokens), 1) if tokens else None
     texts = {
-        target_dir / "config.json": _config_json(layout.config, steps),
+        target_dir / "config.json": _config_json(layout.config, steps, layout.config.train_batch_size(layout.devices)),
         target_dir / "ds_config.json": _ds_config(layout),
         target_dir / "run.sh": _run_script(layout),
     }
@@ -50,10 +50,11 @@ def doctor_command(layout: Layout, cluster: str, folder: str) -> str:
     return f"{command} {script} --config {settings} --deepspeed-config {ds_config} {hardware}"
 
 
-def _config_json(config: Config, steps: int | None) -> str:
+def _config_json(config: Config, steps: int | None, step_samples: int = 1) -> str:
     """Return the content of config.json: the settings that differ from the defaults of the family's entry script.
 
     Layout and batch sizes are always included. steps: number of iterations to train, None for the default.
+    step_samples: global batch size.
     """
     family = config.model.family or "gpt2"
     defaults = with_values(Config(), DEFAULTS[family]).to_dict()
@@ -74,7 +75,9 @@ def _config_json(config: Config, steps: int | None) -> str:
             if name in always_written or value != defaults[section][name]:
                 changed[name] = value
         if steps and section == "train":
-            changed |= {"train_iters": steps, "train_samples": None}
+            changed["train_iters"] = steps
+            if config.train.train_samples is not None:  # it would win over `train_iters`
+                changed["train_samples"] = steps * step_samples
         if changed:
             content[section] = changed
     return json.dumps(content, indent=2) + "\n"
@@ -155,9 +158,11 @@ def _prepare_sample_data(vocab_size: int) -> str:
     trained_size = 4000 if vocab_size > 5000 else vocab_size - 200
     return f"""# Without DATA_PATH and VOCAB_FILE, train on the sample corpus of the checkout with a new tokenizer.
 CORPUS=${{CORPUS:-$ROOT/corpus/sample.jsonl}}
-mkdir -p "$HERE/data"
-exec 9>"$HERE/data/lock" # nodes that share this folder prepare the data one after the other
-if command -v flock >/dev/null; then flock 9; fi
+if [ -z "${{VOCAB_FILE:-}}" ] || [ -z "${{DATA_PATH:-}}" ]; then
+    mkdir -p "$HERE/data"
+    exec 9>"$HERE/data/lock" # nodes that share this folder prepare the data one after the other
+    flock 9 || echo "note: without a lock on $HERE/data, let one node prepare the data before the others start" >&2
+fi
 if [ -z "${{VOCAB_FILE:-}}" ]; then
     VOCAB_FILE=$HERE/data/tokenizer.model
     [ -f "$VOCAB_FILE" ] || "$PYTHON" "$ROOT/tools/train_tokenizer.py" --input "$CORPUS" --vocab-size {trained_size} \\

@@ -90,15 +90,14 @@ def target_entropies(config: Config, samples: int) -> TargetEntropies | None:
     is_text = np.ones(tokenizer.vocab_size, dtype=bool)
     is_text[[tokenizer.eod, tokenizer.pad, *tokenizer.sentinels]] = False
     # The probabilities of the text tokens, which add up to 1. The + 1 is the add-one smoothing.
-    text_probabilities = np.zeros(tokenizer.vocab_size)
-    text_probabilities[is_text] = (text_counts + 1)[is_text]
-    text_probabilities[is_text] /= text_probabilities[is_text].sum()
+    smoothed = np.where(is_text, text_counts + 1, 0)
+    text_probabilities = smoothed / smoothed.sum()
     # In targets, the probability of a mark is its frequency in the targets of training samples. Text shares the
     # remaining probability.
     train_counts = _count_labels(train_dataset, SENTINEL_SAMPLES, tokenizer.vocab_size)
     valid_counts = _count_labels(valid_dataset, samples, tokenizer.vocab_size)
     mark_probabilities = (train_counts + 1)[~is_text] / (train_counts.sum() + (~is_text).sum())
-    probabilities = np.where(is_text, text_probabilities * (1 - mark_probabilities.sum()), 0.0)
+    probabilities = text_probabilities * (1 - mark_probabilities.sum())
     probabilities[~is_text] = mark_probabilities
     return TargetEntropies(
         targets=_cross_entropy(valid_counts, probabilities),

@@ -94,11 +94,11 @@ class Fuzzer:
         layout_flags = [*case.flags, *case.layout.flags(case.micros), *common_flags]
         # Both runs work at the same time, on ranks of their own. The last run in one process is kept, because shrinking
         # a failure often repeats it.
-        layout_dir = self._start("layout", case.layout.ranks, layout_flags)
+        layout_run = self._start("layout", case.layout.ranks, layout_flags)
         if reference not in self._reference_runs:
-            reference_dir = self._start("one", 1, reference)
-            self._reference_runs = {reference: self._finish("one", 1, reference_dir)}
-        outcome, values = self._finish("layout", case.layout.ranks, layout_dir)
+            reference_run = self._start("one", 1, reference)
+            self._reference_runs = {reference: self._finish(*reference_run)}
+        outcome, values = self._finish(*layout_run)
         expected_outcome, expected_values = self._reference_runs[reference]
         if expected_outcome.kind != "ok":
             return CaseResult(Outcome(expected_outcome.kind, f"in one process: {expected_outcome.message}"))
@@ -126,8 +126,8 @@ class Fuzzer:
         for ranks in self._ranks.values():
             ranks.close()
 
-    def _start(self, name: str, world: int, argv: Sequence[str]) -> Path:
-        """Start a run of `world` ranks, and return its run directory."""
+    def _start(self, name: str, world: int, argv: Sequence[str]) -> tuple[Ranks, Path]:
+        """Start a run of `world` ranks, and return these ranks and its run directory."""
         self._run_count += 1
         work_dir = self.folder / f"run{self._run_count}"
         work_dir.mkdir()
@@ -136,11 +136,11 @@ class Fuzzer:
         family = argv[argv.index("--family") + 1]
         arguments = [*argv, "--run-dir", str(work_dir / "run")]
         ranks.start(family, arguments, work_dir / "meeting")
-        return work_dir
+        return ranks, work_dir
 
-    def _finish(self, name: str, world: int, work_dir: Path) -> tuple[Outcome, Values]:
+    def _finish(self, ranks: Ranks, work_dir: Path) -> tuple[Outcome, Values]:
         """Wait for a run; return its outcome and values, and delete its run directory."""
-        outcome = self._ranks[f"{name}{world}"].finish(time.monotonic() + self.timeout)
+        outcome = ranks.finish(time.monotonic() + self.timeout)
         values: Values = {}
         if outcome == OK:
             try:

@@ -141,10 +141,8 @@ class Recorder:
         # The engine computes one loss per micro-batch. Only the numbers in the first step are recorded, from 0 on.
         numbers = itertools.count()
 
-        def compute_loss(model: Any, batch: Any) -> Tensor:
-            micro = next(numbers)
-            loss: Tensor = self._run_pass(micro, 0, lambda: original_loss(model, batch))
-            return loss
+        def compute_loss(model: Any, batch: Any) -> Any:
+            return self._run_pass(next(numbers), 0, lambda: original_loss(model, batch))
 
         engine.loss = compute_loss
         # records.py divides the recorded gradients by this factor, which makes up for averaging over replicas. The

@@ -469,7 +469,8 @@ def _without_gradient(module: nn.Linear, x: Tensor) -> Tensor:
 def _tie_that_learns_at_the_end(bf16: bool, frozen: bool = False) -> float:
     """Train one step; return the norm of the change in this stage's copy of a tied weight.
 
-    Only the last stage has a gradient for this weight. The gradient norm is clipped to 0.01; the learning rate is 1.
+    Only the last stage has a gradient for this weight; with `frozen`, none has. The gradient norm is clipped to 0.01;
+    the learning rate is 1.
     """
     torch.manual_seed(0)
     layers = [

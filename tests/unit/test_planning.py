@@ -400,10 +400,12 @@ def test_settings_that_the_planner_writes_are_those_of_the_model(path: Path, tmp
     assert parse_any_family(["--config", str(tmp_path / "config.json")]).model == config.model
 
 
-def test_planned_steps_win_over_samples(tmp_path: Path) -> None:
-    config = parse([*TINY.split(), "--family", "gpt2", "--train-samples", "400"])
-    (tmp_path / "config.json").write_text(scripts._config_json(config, 4))
-    assert parse_any_family(["--config", str(tmp_path / "config.json")]).with_derived_iters(1).train.train_iters == 4
+@pytest.mark.parametrize("more", ["", "--lr-decay-style wsd --lr-wsd-decay-samples 2"])
+def test_planned_steps_win_over_samples(more: str, tmp_path: Path) -> None:
+    config = parse([*TINY.split(), "--family", "gpt2", "--train-samples", "400", *more.split()])
+    path = tmp_path / "config.json"
+    path.write_text(scripts._config_json(config, 4, config.train_batch_size(1)))
+    assert parse_any_family(["--config", str(path)]).with_derived_iters(1).train.train_iters == 4
 
 
 @pytest.mark.parametrize("method", ["uniform", "parameters", "type:Block", "measured"])
@@ -567,10 +569,14 @@ def test_a_given_stage_of_zero_is_planned_for_a_single_replica(stage: int, by_fi
 
 def test_the_planner_refuses_offloading(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
-    path.write_text(json.dumps({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}))
     config = parse([*TINY.split(), "--deepspeed-config", str(path)])
-    with pytest.raises(ValueError, match="offload"):
-        search(SearchRequest(config, load_cluster("a100"), 8, 64))
+    request = SearchRequest(config, load_cluster("a100"), 8, 64)
+    for setting in ({"offload_optimizer": {"device": "cpu"}}, {"cpu_offload": True}):
+        path.write_text(json.dumps({"zero_optimization": {"stage": 2, **setting}}))
+        with pytest.raises(ValueError, match="offload"):
+            search(request)
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2, "offload_param": {"device": "none"}}}))
+    assert search(request)
 
 
 def test_layout_flags_of_other_frameworks_are_kept_by_the_search() -> None:

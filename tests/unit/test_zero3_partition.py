@@ -15,6 +15,7 @@ from tds.zero3_partition import zero3_partitioner
         ({}, True),
         ({"zero_quantized_weights": False, "zero_hpz_partition_size": 1}, True),
         ({"zero_quantized_weights": True}, False),
+        ({"zero_quantized_weights": 1}, False),
         ({"zero_quantized_nontrainable_weights": True}, False),
         ({"zero_hpz_partition_size": 2}, False),
         ({"offload_param": {"device": "nvme"}}, False),
