@@ -1,17 +1,16 @@
 #!/usr/bin/env bash
-# Surprise: when one weight of heavyball's ADOPT gets its first gradient, the whole parameter group starts again: no weight of the
-#   group is updated in this step, and the second moments of all of them are replaced by the square of this single gradient. In the
-#   next step, 10,000 other weights with standard normal gradients take steps of up to 4,440 learning rates instead of 0.9, and after
-#   20 steps they are up to 38,000 rates away from their path. So each expert that is chosen for the first time, and each layer that
-#   is unfrozen, destroys the model. multi_tensor=False, which goes weight by weight, does not do so; the default is True. SUDSAdamW
-#   resets its state in the same way; AdamW of the same package does not. There is no message.
+# Surprise: when one weight of heavyball's ADOPT gets its first gradient, the whole parameter group starts again: no weight of the group
+#   is updated in this step, and each second moment is replaced by the square of the gradient of this step. In the next step, 10,000
+#   other weights with standard normal gradients take steps of up to 4,440 learning rates instead of 0.9. After 20 steps, they differ
+#   by up to 38,000 learning rates from a run without the new weight. This happens whenever an expert is chosen for the first time or
+#   a layer is unfrozen. multi_tensor=False, which updates one weight at a time, is right; the default is True. AdamW of the same
+#   package is right, too. SUDSAdamW (not shown here) resets its state in the same way. There is no message.
 # Versions: heavyball 3.2.1 (the newest release), torch 2.13.0, numpy 2.4.6. Date: 2026-11-30.
-# Belief: ADOPT works element by element, so the path of a weight does not depend on the gradients of another one.
+# Belief: ADOPT works element by element, so the updates of a weight do not depend on the gradients of another weight.
 # Source: the paper of ADOPT (Taniguchi et al. 2024, algorithm 2: the second moment is initialised with the first gradient, then an
-#   element-wise recursion); heavyball's README (multi_tensor updates many tensors at once, which is a question of speed).
-# Cause: WarmupGuard in heavyball/chainable.py takes the smallest warm-up counter of all weights that have a gradient, and applies the
-#   warm-up function to all of them if one of them is new.
-# Depends on: nothing of the machine.
+#   element-wise recursion); heavyball's README (multi_tensor updates many tensors at once, for speed).
+# Cause: WarmupGuard in heavyball/chainable.py takes the smallest warm-up counter of all weights that have a gradient. If one of these
+#   weights is new, it applies the warm-up function to all of them.
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

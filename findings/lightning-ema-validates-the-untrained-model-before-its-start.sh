@@ -1,19 +1,18 @@
 #!/usr/bin/env bash
-# Surprise: Lightning's EMAWeightAveraging(update_starting_at_step=N) shows the untrained model to every validation before step N, and a
-#   run that ends before step N ends with the initial weights: the training is lost. The state_dict of a checkpoint, which
-#   ModelCheckpoint chooses by that validation, holds them too. With update_starting_at_epoch=N, the average does not start at
-#   epoch N, but at the first step, and the last step of each epoch from N on is averaged twice. There is no message.
+# Surprise: with Lightning's EMAWeightAveraging(update_starting_at_step=N), every validation before step N uses the initial weights, and a
+#   run that ends before step N returns the initial weights instead of the trained ones. ModelCheckpoint chooses its best checkpoint
+#   by such validations, and the state_dict in that checkpoint has the initial weights, too. With update_starting_at_epoch=N (counted
+#   from 0), averaging starts at the first step and not at epoch N, and the last step of each epoch from N on is averaged twice.
+#   There is no message.
 # Versions: lightning 2.6.6 (the newest release), torch 2.13.0, numpy 2.4.6. Date: 2026-11-30.
-# Belief: as long as nothing has been averaged, validations and results are those of the current weights, and averaging starts at the
-#   step or epoch that is given.
+# Belief: before averaging starts, validations and results use the current weights, and averaging starts at the given step or epoch.
 # Source: the documentation of WeightAveraging (during validation and after the training finishes, the current model parameters will be
 #   replaced with the averaged values; its example starts after 100 steps) and the names update_starting_at_step and
 #   update_starting_at_epoch of EMAWeightAveraging.
 # Cause: lightning/pytorch/callbacks/weight_averaging.py makes the averaged model from the initial weights in setup(), and
 #   on_validation_epoch_start and on_train_end use it even if n_averaged is 0. EMAWeightAveraging.should_update looks at
-#   update_starting_at_epoch only at the end of an epoch, and lets every step through if update_starting_at_step is None. An open
-#   issue of May 2026 (21724) reports the validations, but neither the lost result nor update_starting_at_epoch.
-# Depends on: nothing of the machine.
+#   update_starting_at_epoch only at the end of an epoch, and lets every step through if update_starting_at_step is None. Lightning's
+#   issue 21724 (May 2026, open) reports the validations, but neither the lost result nor update_starting_at_epoch.
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

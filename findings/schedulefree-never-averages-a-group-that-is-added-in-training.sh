@@ -1,16 +1,15 @@
 #!/usr/bin/env bash
-# Surprise: a parameter group that is added to a schedule-free optimizer after optimizer.train() is not switched to its average by
-#   optimizer.eval(): it is evaluated and saved with the weights of training. What is worse, the first evaluation changes the training:
-#   the train() that follows moves the group a tenth of the way to z, as if it came from the average. So the final weights
-#   depend on whether a validation took place, and the validation shows others than the ones that are kept. A group that is given
-#   to the constructor is right. Lightning's BaseFinetuning adds its groups in this way. There is no message.
+# Surprise: a parameter group that is added to a schedule-free optimizer after optimizer.train() keeps its training weights at
+#   optimizer.eval(), while the other groups switch to their averages. So it is evaluated and saved without averaging. The first
+#   evaluation also changes the training: the train() after it moves the group a tenth of the way to z, the weights that the steps
+#   are added to, as if eval() had switched it. So the final weights depend on whether a validation took place. A group that is
+#   given to the constructor is right. Lightning's BaseFinetuning adds its groups in this way. There is no message.
 # Versions: schedulefree 1.4.1 (the newest release), torch 2.13.0, numpy 2.4.6. Date: 2026-11-30.
-# Belief: eval() shows the average of all groups, and eval() with train() after it leaves all weights as they were.
+# Belief: eval() switches all groups to their averages, and train() after it restores the training weights of all groups.
 # Source: schedulefree's README (call optimizer.eval() before an evaluation or a checkpoint, and optimizer.train() before training) and the
 #   documentation of torch.optim.Optimizer.add_param_group (can be useful when fine tuning, as frozen layers are made trainable).
-# Cause: the mode is an entry of each group, train_mode, whose default is False; add_param_group is inherited, so the new group says that
-#   it is in evaluation mode, and step() in schedulefree/adamw_schedulefree.py asks only the first group.
-# Depends on: nothing of the machine.
+# Cause: each group holds its mode as train_mode, whose default is False. add_param_group is inherited from torch, so the new group is
+#   marked as in evaluation mode, and step() in schedulefree/adamw_schedulefree.py checks only the mode of the first group.
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Surprise: AdamWScheduleFree takes far too large steps with weights whose first gradient comes late, such as layers that are unfrozen or
-#   experts that no token has chosen before. After 2,000 steps of other weights, the first step of such a weight is 29 times
-#   the learning rate, and its first hundred steps add up to 553 rates instead of 100; a parameter group of its own from the start
-#   changes nothing. torch.optim.AdamW takes steps of one rate. RAdamScheduleFree does the same as AdamWScheduleFree (24 rates),
-#   where its own warm-up would have a step near 0. There is no message.
+# Surprise: AdamWScheduleFree takes far too large steps with a weight whose first gradient comes late, such as a layer that is unfrozen or
+#   an expert that no token has chosen before. If it comes after 2,000 steps of other weights, the first step is 29 learning rates
+#   instead of 1, and the first 100 steps add up to 553 learning rates instead of 100. A parameter group of its own from the start
+#   does not change the first step. torch.optim.AdamW takes steps of one learning rate. RAdamScheduleFree takes a first step of 24
+#   learning rates, where its own warm-up begins with a step near 0. There is no message.
 # Versions: schedulefree 1.4.1 (the newest release), torch 2.13.0, numpy 2.4.6. Date: 2026-11-30.
-# Belief: the bias correction of a weight counts the updates of that weight, as in torch.optim.AdamW, so its steps have the length lr.
+# Belief: the bias correction of a weight counts the updates of that weight, as in torch.optim.AdamW, so a constant gradient gives steps
+#   of one learning rate.
 # Source: schedulefree's README (drop-in replacement for the optimizers of torch, AdamW included) and Kingma and Ba 2015, section 3.
 # Cause: step() in schedulefree/adamw_schedulefree.py corrects the second moment by 1 - beta2 ** (k + 1) with the counter k of the group,
 #   while exp_avg_sq of the weight starts from zero at its own first gradient.

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Surprise: sampling from a BPE model of sentencepiece drops more than BPE-dropout. With alpha=0.1, as in the paper, 200 frequent words that are
-#   single pieces without sampling are cut into 1.91 pieces on average; the algorithm of the paper gives 1.46, and so does subword-nmt
-#   with the same pieces. An alpha of 0.1 acts like 0.19, and 62 % of the words stay whole instead of 76 %. A comment in the
-#   source says that the implementation is theoretically equivalent to the one of the paper. (tokenizers errs to the other side.)
-# Versions: sentencepiece 0.2.3 (the newest release), subword-nmt 0.3.8; numpy 2.4.6 for its text only. Date: 2026-11-30.
+# Surprise: with the same rate, sampling from a BPE model of sentencepiece drops more merges than the paper of BPE-dropout. With alpha=0.1,
+#   the rate of the paper, 200 frequent words that are single pieces without sampling are cut into 1.92 pieces on average. The
+#   paper's algorithm gives 1.46, and so does subword-nmt with the same pieces. 62 % of the words stay whole instead of 76 %. An alpha
+#   of 0.1 acts like a dropout of 0.19, so published rates have more effect here. A comment in the source says that this
+#   implementation is theoretically equivalent to the one of the paper. (tokenizers differs in the other direction.)
+# Versions: sentencepiece 0.2.3 (the newest release), subword-nmt 0.3.8, numpy 2.4.6 (its source files are the text). Date: 2026-11-30.
 # Belief: each segmentation has the probability that algorithm 1 of the paper gives it, with p = alpha.
 # Source: README and sentencepiece_processor.h of sentencepiece (alpha: the dropout probability p of the paper) and Provilkov et al.
 #   2020, algorithm 1 (in each step, every possible merge is dropped with probability p, and the best of the others is done; it ends
 #   when none is left, so a merge that was dropped in one step may be done in the next).
-# Cause: Model::SampleEncode in src/bpe_model.cc takes each possible merge from a queue once. A dropped one is never put back, so it has no
-#   second chance after the next merge.
-# Depends on: nothing of the machine.
+# Cause: Model::SampleEncode in src/bpe_model.cc takes each possible merge from a queue once. A dropped merge is never put back, so it
+#   cannot be done after the next merge, as the paper allows.
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

@@ -1,17 +1,16 @@
 #!/usr/bin/env bash
-# Surprise: FSDP2 with bf16 parameters and reduce_dtype=torch.float32 ends in "'FSDPParam' object has no attribute '_unsharded_param'" if
-#   gradients are accumulated without reduction and some sharded module, such as an expert without tokens or the head of another
-#   task, has not been used yet. The same run works in fp32, with reduce_dtype=torch.bfloat16, with a reduction in each
-#   micro-batch, or if each module was used once before; its gradients are right then. So a run may fail after a resume, where
-#   it did not fail before.
+# Surprise: FSDP2 with bf16 parameters and reduce_dtype=torch.float32 fails with an AttributeError ('FSDPParam' object has no attribute
+#   '_unsharded_param') if gradients are accumulated without reduction while some sharded module has never been used, such as an
+#   expert without tokens or the head of another task. The same run works, with right gradients, in fp32, with
+#   reduce_dtype=torch.bfloat16, with a reduction in each micro-batch, or if each module was used once before. So a run that worked
+#   may fail after a resume, because no module has been used yet in the new process.
 # Versions: torch 2.13.0 on a CPU, gloo, numpy 2.4.6. Date: 2026-11-30.
-# Belief: unused modules are allowed in each micro-batch, as they are without accumulation; their gradient stays None.
+# Belief: a micro-batch may leave modules unused, as it may without accumulation; the gradients of unused modules stay None.
 # Source: the documentation of fully_shard (set_requires_gradient_sync: can be used to implement gradient accumulation without
 #   communication; MixedPrecisionPolicy.reduce_dtype: the type of the reduction, which can be fp32 while parameters are bf16).
-# Cause: post_backward in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, which the callback at the end of each backward pass calls for
-#   unused modules, too, calls FSDPParam.to_accumulated_grad_if_needed, which reads _unsharded_param; that attribute is made when
-#   the module is used for the first time.
-# Depends on: nothing of the machine.
+# Cause: post_backward in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py calls FSDPParam.to_accumulated_grad_if_needed, which
+#   reads _unsharded_param. The callback at the end of each backward pass calls post_backward for unused modules, too, but the
+#   attribute is made when a module is used for the first time.
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Surprise: on a CPU, fused=True makes Adam, AdamW, SGD and Adagrad step other elements than those of the weight, if the weight
-#   is a part of a larger tensor with gaps in its memory, such as some of its columns. 20 of 24 elements get wrong values, and 12
-#   elements of the larger tensor that are no part of the weight change. There is no message. With fused=False, foreach=True and
-#   foreach=False, the weight is right and its neighbours stay as they are.
+# Surprise: on a CPU, Adam, AdamW, SGD and Adagrad with fused=True update the wrong elements if the weight is a part of a larger tensor and
+#   has gaps in memory, such as some columns of it. After three steps, 20 of the 24 elements of the weight are wrong, and 12 elements
+#   of the larger tensor outside the weight have changed. With foreach=True or foreach=False instead of fused=True, the weight is
+#   right and the other elements stay as they are. There is no message.
 # Versions: torch 2.13.0 on a CPU (2.15.0 does the same). Date: 2026-11-30.
-# Belief: fused=True computes the same update faster.
+# Belief: fused=True computes the same update, only faster.
 # Source: the documentation of torch.optim (for-loop, foreach and fused are implementations of the same algorithm, of which fused is
 #   the fastest).
-# Cause: the kernels in aten/src/ATen/native/cpu/FusedAdamKernel.cpp (and its siblings) read and write numel elements from the first
-#   one on, without regard to strides. The gradient of such a weight is dense, so the two do not even fit each other.
-# Depends on: nothing of the machine.
+# Cause: the kernels in aten/src/ATen/native/cpu/FusedAdamKernel.cpp (and its siblings) read and write numel consecutive elements from the
+#   first one on, without regard to strides. The gradient of such a weight is dense, so its elements are even applied to others than
+#   their own.
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

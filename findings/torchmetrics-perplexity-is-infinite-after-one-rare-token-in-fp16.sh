@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Surprise: torchmetrics' Perplexity of fp16 logits is infinite as soon as one token of the data has a probability below 3e-8 (a loss of 17.4),
-#   such as a typing error or a token of another language. For 4,096 tokens with a perplexity of 9.97, one such token should make it
-#   10.00; the metric says inf, and so it stays for all batches after it. In fp32 and bf16 the same happens from a loss of about 100
-#   on: inf instead of 10.26 for one token whose logit is lowered by 120. F.cross_entropy of the same logits is right each time.
+# Surprise: torchmetrics' Perplexity of fp16 logits is infinite as soon as one token has a probability below 3e-8 (a loss above 17.4), such
+#   as a typo or a token of another language. For 4,096 tokens with a perplexity of 9.97, one such token should make it 10.00. The
+#   metric returns inf, and it stays inf for all later batches until reset(). In fp32 and bf16, the same happens above a loss of about
+#   100: in fp32, a logit of one target that is lowered by 120 gives inf instead of 10.26. F.cross_entropy of the same logits is right
+#   each time. There is no message.
 # Versions: torchmetrics 1.9.0 (the newest release), torch 2.13.0, numpy 2.4.6. Date: 2026-11-30.
 # Belief: the metric is exp(cross-entropy) of the logits within the precision of their type.
-# Source: the documentation of torchmetrics.text.Perplexity (preds: logits or a unnormalized score; the perplexity is the exponential of the mean
-#   negative log-likelihood); fp16 was asked for in issue 2224 and is accepted.
-# Cause: _perplexity_update in torchmetrics/functional/text/perplexity.py takes softmax in the type of the logits and then the
-#   logarithm of the probabilities, not log_softmax, so a probability that is rounded to zero has an infinite loss.
-# Depends on: nothing of the machine.
+# Source: the documentation of torchmetrics.text.Perplexity (preds: logits or an unnormalized score; the perplexity is the exponential of
+#   the mean negative log-likelihood). torchmetrics accepts fp16 since its issue 2224, which asked for it.
+# Cause: _perplexity_update in torchmetrics/functional/text/perplexity.py takes the softmax in the type of the logits and then the
+#   logarithm, instead of log_softmax, so a probability that is rounded to zero has an infinite loss.
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
