@@ -34,7 +34,7 @@ def with_recorded_stages(config: Config) -> Config:
         reordered_at = CheckpointReader(newest).state.get("reordered_at")  # samples consumed at that resume, or None
         if reordered_at:
             print(f"note: --override-data changed the samples; the run read other ones before sample {reordered_at}")
-        # The stages that the checkpoint has consumed come first, then those of `config`. same_data=False stands for
+        # The stages that the checkpoint has consumed come first, then those of `config`. same_data=False means
         # --override-data, without which stages that contradict the checkpoint would stay as they are.
         config = with_consumed_data(config, newest, Wanted(same_data=False), reads_corpora=True)
     return config

@@ -340,7 +340,7 @@ def never_restart_after(code: int) -> None:
     def monitor(agent: Any, workers: Any) -> Any:
         result = original(agent, workers)  # result.failures: rank -> failure of a process that has exited with an error
         if any(failure.exitcode == code for failure in result.failures.values()):
-            agent._remaining_restarts = 0  # after a failure, the agent starts its processes anew only while this is > 0
+            agent._remaining_restarts = 0  # the agent restarts its processes after a failure while this is > 0
         return result
 
     LocalElasticAgent._monitor_workers = monitor  # type: ignore[method-assign]

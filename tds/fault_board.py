@@ -120,7 +120,7 @@ class FaultBoard:
         self.world = dist.get_world_size()
         self.poll_ticks = ticks_between_queries(self.rank, self.world)
         # A rank that asks in every third tick may learn of a fault two ticks later than one that asks in every tick.
-        # Rank 1 stands for all ranks except rank 0, which asks in every tick.
+        # Rank 1 has the delay of all ranks except rank 0, which asks in every tick.
         self.delay = POLL_SECONDS * (ticks_between_queries(1, self.world) - 1)
 
     def host_names(self) -> dict[int, str]:

@@ -56,7 +56,7 @@ class _PipelineProbe(Engine):
     def run_step(self: Any, factor: float, micros: int) -> None:
         """Take one optimizer step of `micros` micro-batches, with the calls of PipelineEngine and Bf16Reduction."""
         # DeepSpeed's bf16 optimizer adds the bf16 gradients of each micro-batch ("lp", low precision) to fp32 sums
-        # ("hp", high precision), unless it does so by itself as soon as autograd has a gradient.
+        # ("hp", high precision), unless it does so as soon as autograd has a gradient.
         self.using_bf16_optimizer = isinstance(self.optimizer, BF16_Optimizer)
         for _ in range(micros):
             loss = self.module(factor)

@@ -55,7 +55,7 @@ def raise_if_any_failed(error: Exception | None) -> None:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    message = None  # stands for a rank that has not failed
+    message = None  # None for a rank that has not failed
     if error is not None:
         message = error_text(error) or type(error).__name__  # never empty
     for rank, other_message in enumerate(gather_objects(message)):

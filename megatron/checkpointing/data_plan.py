@@ -181,7 +181,7 @@ def _canonical_prefixes(stages: Stages) -> dict[str, str]:
         for stage in stages:
             members = prefixes_in([stage])
             if prefix in members:
-                taken.update(map(canonical.get, members))  # None stands for members that have no name yet
+                taken.update(map(canonical.get, members))  # None for members that have no name yet
         # Let b be a copy of a. If no stage reads both, the name a is free, and b gets it. If a stage reads both, a is
         # taken, and b becomes a name of its own. The first copy always does, as `names` is empty.
         if taken.issuperset(names):

@@ -23,7 +23,7 @@ def discard_on_failure(temporary: Path) -> Iterator[None]:
 
     Raises SaveError if all failures are OSErrors (such as a full disk), else RunError.
     """
-    is_fatal = False  # whether this rank has failed for another reason than an OSError; the RunError does not tell
+    is_fatal = False  # whether this rank has failed for another reason than an OSError; the RunError does not say
     try:
         # If any rank fails with an OSError or a ValueError, `raise_on_all_ranks` raises a RunError on all ranks.
         with raise_on_all_ranks():

@@ -76,7 +76,7 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
         clip_grad=clip_grad,
         log_interval=int(_first_given(config.log.log_interval, file_values.log_interval, 10)),
         wall_clock_breakdown=bool(content.get("wall_clock_breakdown", False)),
-        # A pipeline engine chooses by itself who reduces gradients.
+        # A pipeline engine chooses who reduces gradients.
         overlap_grad_reduce=own_reduction and config.parallel.pipe_parallel_size == 0,
         distributed_optimizer=own_zero1,
         notes=tuple(notes),

@@ -71,7 +71,7 @@ def refuse_removed(saved: Mapping[str, Any], where: Path) -> None:
     """
     for values in saved.values():
         for name, advice in REMOVED.items():
-            # A section may be no mapping in a damaged file, and null stands for a setting that was not given.
+            # A section may be no mapping in a damaged file, and null means that a setting was not given.
             is_given = isinstance(values, Mapping) and values.get(name) is not None
             if is_given and advice:  # a removed setting without advice never changed the samples
                 raise ConfigError(f"{where}: {removal_error(name)}")

@@ -100,7 +100,7 @@ def order_block(counts: Sequence[int]) -> NDArray[np.int32]:
     block_size = sum(counts)
     # Sample k of a corpus with q samples per block must be at or after position k * block_size / q (rounded down), and
     # before its deadline, position (k + 1) * block_size / q (rounded up).
-    # At each position, the samples that may stand there move from the heap `arrivals` to the heap `due`, and the sample
+    # At each position, the samples that may have it move from the heap `arrivals` to the heap `due`, and the sample
     # with the earliest deadline is taken from `due`. The smallest entry of a heap is at index 0.
     arrivals = [(0, corpus, 0) for corpus in range(len(counts))]  # (first position, corpus, number of its sample)
     due: list[tuple[int, int, int]] = []  # (deadline, corpus, number of its sample)

@@ -122,7 +122,7 @@ def draw_spans_to_document_ends(
         excess = encoder_length - plan.encoder
         if excess <= 0:
             break
-        used -= excess  # with fewer tokens, the documents divide the spans anew
+        used -= excess  # with fewer tokens, the documents divide the spans again
         boundaries = boundaries[boundaries < used]
 
     is_masked = np.zeros(plan.tokens, dtype=np.bool_)

@@ -272,5 +272,5 @@ class BatchEncoder:
             fast_ids.append(ids)
             if ids is None:
                 slow_texts.append(text)
-        slow_ids = iter(self._encode_batch(slow_texts))  # in the order of the texts, so next() fills each gap
+        slow_ids = iter(self._encode_batch(slow_texts))  # in the order of the texts, so next() replaces each None
         return [next(slow_ids) if ids is None else ids for ids in fast_ids]

@@ -171,7 +171,7 @@ class RankFiles:
             return float(recorded), "recorded in the files"
         if given_version is not None:
             return float(given_version), "from --checkpoint-version"
-        # Neither the files nor the user give a version. Only some programs can be told by the names of their tensors.
+        # Neither the files nor the user give a version. The names of the tensors identify only some programs.
         if "position_embedding.weight" in self._foreign_names:
             return 2.0, "from this project's tensor names"
         cpm_names = {"word_embeddings.weight", "transformer.layers.0.input_layernorm.weight"}

@@ -135,7 +135,7 @@ def check_hidden_package(ours: Path, paths: Sequence[str]) -> Findings:
     hiding_packages = []
     precedes_ours = True  # Python imports the first package that it finds
     for entry in paths:
-        folder = Path(entry or ".", "megatron")  # an empty entry stands for the working directory
+        folder = Path(entry or ".", "megatron")  # an empty entry is the working directory
         if not folder.is_dir():
             continue
         if folder.resolve() == ours.resolve():

@@ -89,7 +89,7 @@ def target_entropies(config: Config, samples: int) -> TargetEntropies | None:
     # A token is either text or a mark: a sentinel, an end token or padding.
     is_text = np.ones(tokenizer.vocab_size, dtype=bool)
     is_text[[tokenizer.eod, tokenizer.pad, *tokenizer.sentinels]] = False
-    # The probabilities of the text tokens, which add up to 1. The + 1 is the add-one smoothing.
+    # The probabilities of the text tokens; their sum is 1. The + 1 is the add-one smoothing.
     smoothed = np.where(is_text, text_counts + 1, 0)
     text_probabilities = smoothed / smoothed.sum()
     # In targets, the probability of a mark is its frequency in the targets of training samples. Text shares the

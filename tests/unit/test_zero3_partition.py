@@ -1,4 +1,4 @@
-"""Which settings of ZeRO 3 leave the partitioning of a model to DeepSpeed."""
+"""Some settings of ZeRO 3 leave the partitioning of a model to DeepSpeed."""
 
 from types import SimpleNamespace
 from typing import Any
