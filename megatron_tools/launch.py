@@ -249,6 +249,8 @@ def main(argv: list[str]) -> int:
     open_closed_streams()
     # Ranks share this machine's cores, so each gets one thread unless the user sets another number.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Ranks use huge pages if the kernel allows it on request. glibc reads this variable when a process starts.
+    os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # hide C++ stack traces, which clutter the ranks' messages
     # This variable tells the ranks which process is the launcher. They exit when it has ended.
     os.environ["TDS_LAUNCHER"] = f"{os.getpid()} {_pid_namespace()}".strip()

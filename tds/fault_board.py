@@ -176,9 +176,7 @@ class FaultBoard:
         hosts = self.host_names()
         lines = [f"{self.name} stopped: {_name_dead_ranks(fault, dead, hosts)}"]
         if with_stacks:
-            reports = {}
-            for rank in sorted(answered):
-                reports[rank] = json.loads(self._store.get(f"tds/report/{rank}"))
+            reports = {rank: json.loads(self._store.get(f"tds/report/{rank}")) for rank in answered}
             lines += format_reports(reports, self.world, hosts)
         say("\n".join(lines), error=True)
         # The other ranks wait for this key in `report`, and then write tds/left. Wait for them (not for this rank, 0),

@@ -69,11 +69,8 @@ class Bf16Reduction(Reduction):
         self.reduce_over_replicas()
         # Weight -> its fp32 gradient sum, and a flag that is True if the weight has a gradient in this step.
         sums = bf16_sums(self._engine.optimizer)
-
-        def gradient_of(weight: nn.Parameter) -> torch.Tensor | None:
-            return sums[weight].gradient if weight in sums else None  # a frozen weight has no sum
-
-        self.reduce_tied_grads(gradient_of)
+        # A frozen weight has no sum.
+        self.reduce_tied_grads(lambda weight: sums[weight].gradient if weight in sums else None)
         for _, group, weights in ties(self._module):
             tied = [sums[weight] for weight in weights.values() if weight in sums]
             flags = [each.flags[each.position] for each in tied]

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from ..atomic import remove
-from ..storage import RemotePath, StorageError
+from ..storage import RemotePath
 from .checksums import SHA256
 from .files import INDEX, old_save_path, point_latest_to, sums_file
 from .lookup import latest_name
@@ -55,13 +55,9 @@ def restore_replaced(folder: Path) -> None:
 def delete_leftovers(folder: Path) -> None:
     """Delete the half-written checkpoints and small files that a crash has left; rename what no save has written."""
     if isinstance(folder, RemotePath):
-        from .remote import delete_checkpoint
-
         # Uploads that were killed have left checkpoints without an index.
         for path in folder.glob("iter_*"):
-            with contextlib.suppress(StorageError):  # if the folder cannot be written, the first save reports it
-                if not (path / INDEX).is_file():
-                    delete_checkpoint(path)
+            discard_checkpoint(path)  # if the folder cannot be written, the first save reports it
         return
     for leftover in [*folder.glob("iter_*.tmp"), *folder.glob(f"{PROBE_PREFIX}*"), folder / "latest.tmp"]:
         with contextlib.suppress(OSError):  # if the folder cannot be written, the first save reports it

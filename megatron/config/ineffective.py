@@ -11,36 +11,38 @@ from .fields import flag
 from .messages import format_flag
 from .sections import Config, settings
 
-Condition = Callable[[Config, Any], bool]
+Condition = Callable[[Config], bool]
 _DEFAULTS = {f.name: f.default for _, _, f in settings()}
 
 
 class Row(NamedTuple):
     """Settings that have no effect under a condition.
 
-    names: names of settings, separated by spaces. applies: condition on the settings of the run and the
-    given value. reason: template of the reason, with names of settings in braces. off_value: value that asks
-    for nothing and needs no note. note: whole note, for a setting that does not do what its name says.
+    names: names of settings, separated by spaces. applies: condition on the settings of the run. reason: template of
+    the reason, with names of settings in braces. off_value: value that asks for nothing and needs no note. is_derived:
+    whether the run computes the setting, so that a given value needs a note only if it differs. note: whole note, for a
+    setting that does not do what its name says.
     """
 
     names: str
     applies: Condition
     reason: str
     off_value: Any = None
+    is_derived: bool = False
     note: str = "{flag} has no effect: {reason}"
 
 
-def _no_tensor_parallelism(config: Config, value: Any) -> bool:
+def _no_tensor_parallelism(config: Config) -> bool:
     return config.parallel.model_parallel_size == 1
 
 
-def _no_use_of_interval(config: Config, value: Any) -> bool:
+def _no_use_of_interval(config: Config) -> bool:
     train: Any = config.train  # the settings of a feature are not among the declared attributes
     is_for_samples = bool(train.sample_prompt) and train.sample_interval is None
     return config.train.eval_iters == 0 and not is_for_samples
 
 
-def _separate_corpora(config: Config, value: Any) -> bool:
+def _separate_corpora(config: Config) -> bool:
     """Return whether no corpus is divided into training, validation and test documents."""
     d = config.data
     if d.train_data_path is not None:
@@ -49,13 +51,13 @@ def _separate_corpora(config: Config, value: Any) -> bool:
     return d.data_stages is not None and names_held_out
 
 
-def _scales_nothing(config: Config, value: Any) -> bool:
+def _scales_nothing(config: Config) -> bool:
     """Return whether --rope-scaling leaves all positions unscaled."""
     m = config.model
     return m.rope_scaling is not None and m.rope_scaling_factor == 1 and m.rope_attention_factor in (None, 1)
 
 
-def _ignores_seq_length(config: Config, value: Any) -> bool:
+def _ignores_seq_length(config: Config) -> bool:
     """Return whether neither the samples nor the positions of a T5 depend on --seq-length."""
     m = config.model
     d = config.data
@@ -91,38 +93,40 @@ ROWS = (
     # batches and evaluation
     Row(
         "gas",
-        lambda c, value: c.train.batch_size_schedule is not None and value != c.train.gas,
+        lambda c: c.train.batch_size_schedule is not None,
         "--batch-size-schedule {batch_size_schedule} is given",
+        is_derived=True,
     ),
     Row(
         "train_iters",
-        lambda c, value: c.train.train_samples is not None and value != c.train.train_iters,
+        lambda c: c.train.train_samples is not None,
         "--train-samples {train_samples} is given",
+        is_derived=True,
     ),
     Row("eval_interval", _no_use_of_interval, "--eval-iters is 0"),
     # Beside --data-stages, these flags also let training use the documents that --split would hold out.
     Row(
         "valid_data_path test_data_path",
-        lambda c, value: c.train.eval_iters == 0 and c.data.data_stages is None,
+        lambda c: c.train.eval_iters == 0 and c.data.data_stages is None,
         "--eval-iters is 0",
     ),
     # data
     Row("split", _separate_corpora, "other flags name the corpora of training and of validation"),
     Row(
         "noise_density mean_span_length",
-        lambda c, value: c.is_t5 and c.objective != "span-corruption",
+        lambda c: c.is_t5 and c.objective != "span-corruption",
         "--objective is {objective}, which masks no spans",
     ),
     Row(
         "reset_position_ids reset_attention_mask",
-        lambda c, value: c.model.family is not None and c.objective == "sft",
+        lambda c: c.model.family is not None and c.objective == "sft",
         "with --objective sft, each conversation is a document of its own",
     ),
     Row("seq_length", _ignores_seq_length, "--enc-seq-length {enc_seq_length} sets the length of this T5's samples"),
     # model
     Row(
         "relative_attention_num_buckets relative_attention_max_distance",
-        lambda c, value: c.model.family is not None and c.model.position_embedding != "relative",
+        lambda c: c.model.family is not None and c.model.position_embedding != "relative",
         "--position-embedding is {position_embedding}",
     ),
     Row(
@@ -133,93 +137,93 @@ ROWS = (
     ),
     Row(
         "logits_chunk_size",
-        lambda c, value: "cross-entropy" in c.model.reference_ops,
+        lambda c: "cross-entropy" in c.model.reference_ops,
         "--reference-ops cross-entropy computes all logits at once",
     ),
     Row(
         "reference_ops",  # a custom model may compute any
-        lambda c, value: c.model.family is not None and value and not set(value) & _computed_operations(c),
+        lambda c: c.model.family is not None and _computed_operations(c).isdisjoint(c.model.reference_ops),
         "this model computes no such operation",
     ),
     Row(
         "router_aux_loss",
-        lambda c, value: not c.model.has_aux_loss,
+        lambda c: not c.model.has_aux_loss,
         "it is for --router-balance aux-loss or bias-and-aux-loss",
     ),
     Row(
         "router_bias_rate",
-        lambda c, value: not c.model.has_router_bias,
+        lambda c: not c.model.has_router_bias,
         "it is for --router-balance bias or bias-and-aux-loss",
     ),
     Row(
         "experts_per_token",
-        lambda c, value: c.model.num_experts is not None and value == 1 and c.model.normalize_expert_weights,
+        lambda c: c.model.experts_per_token == 1 and c.model.normalize_expert_weights,
         "",
         note="with --experts-per-token 1, normalized weights of experts are always 1, so only the losses of the "
         "router train it; --no-normalize-expert-weights lets the loss of the model train it, too",
     ),
     Row(
         "mup_base_num_key_value_heads",
-        lambda c, value: c.optim.optimizer != "muon",
+        lambda c: c.optim.optimizer != "muon",
         "the rules for --optimizer {optimizer} do not depend on the number of key/value heads",
     ),
     # layout
     Row(
         "pipeline_schedule virtual_pipeline_size pipeline_timeout",
-        lambda c, value: c.parallel.pipe_parallel_size == 0,
+        lambda c: c.parallel.pipe_parallel_size == 0,
         "there is no pipeline",
         off_value=1,
     ),
     Row(
         "partition_method pipeline_extra_warmup",
-        lambda c, value: c.parallel.stages == 1,
+        lambda c: c.parallel.stages == 1,
         "there is one stage",
     ),
     Row("sequence_parallel", _no_tensor_parallelism, "--model-parallel-size is 1", off_value=False),
     Row("async_tensor_model_parallel_allreduce", _no_tensor_parallelism, "--model-parallel-size is 1"),
     Row(
         "checkpoint_num_layers",
-        lambda c, value: not c.parallel.checkpoint_activations,
+        lambda c: not c.parallel.checkpoint_activations,
         "--checkpoint-activations is not given",
         off_value=1,
     ),
     Row(
         "overlap_grad_reduce",
-        lambda c, value: c.parallel.zero_stage in (2, 3) or c.train.precision == "fp16",
+        lambda c: c.parallel.zero_stage in (2, 3) or c.train.precision == "fp16",
         "DeepSpeed reduces the gradients with ZeRO 2, ZeRO 3 and fp16",
     ),
     # optimizer and learning rate
-    Row("adam_beta1 adam_beta2 adam_eps", lambda c, value: c.optim.optimizer == "sgd", "the optimizer is sgd"),
-    Row("min_lr", lambda c, value: c.optim.lr_decay_style == "constant", "the learning rate is constant"),
+    Row("adam_beta1 adam_beta2 adam_eps", lambda c: c.optim.optimizer == "sgd", "the optimizer is sgd"),
+    Row("min_lr", lambda c: c.optim.lr_decay_style == "constant", "the learning rate is constant"),
     Row(
         "lr_decay_iters lr_decay_samples",
-        lambda c, value: c.optim.lr_decay_style == "constant" and c.optim.warmup == 0,
+        lambda c: c.optim.lr_decay_style == "constant" and c.optim.warmup == 0,
         "the learning rate is constant and has no warm-up",
     ),
     Row(
         "lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style",
-        lambda c, value: c.optim.lr_decay_style != "wsd",
+        lambda c: c.optim.lr_decay_style != "wsd",
         "--lr-decay-style is {lr_decay_style}",
     ),
     Row(
         "embedding_weight_decay",
-        lambda c, value: c.optim.weight_decay == 0 and c.optim.param_groups is None,
+        lambda c: c.optim.weight_decay == 0 and c.optim.param_groups is None,
         "--weight-decay is 0",
     ),
     # checkpoints
     Row(
         "save",
-        lambda c, value: str(value).lower().startswith("memory://"),
+        lambda c: str(c.checkpoint.save).lower().startswith("memory://"),
         "",
         note="{flag} keeps checkpoints only in the memory of each process, so they are lost when the run ends; give a "
         "folder or the URL of object storage to keep them",
     ),
-    Row("exit_on_missing_checkpoint", lambda c, value: c.checkpoint.load is None, "--load is not given"),
-    Row("load_optim load_rng", lambda c, value: c.checkpoint.finetune, "--finetune loads only the weights"),
+    Row("exit_on_missing_checkpoint", lambda c: c.checkpoint.load is None, "--load is not given"),
+    Row("load_optim load_rng", lambda c: c.checkpoint.finetune, "--finetune loads only the weights"),
 )
 
 # A further row of a run of one rank.
-ONE_RANK = Row("check_replicas", lambda c, value: True, "there is one rank")
+ONE_RANK = Row("check_replicas", lambda c: True, "there is one rank")
 
 
 def notes(config: Config, ranks: int, given: Mapping[str, Any]) -> Iterator[str]:
@@ -241,6 +245,7 @@ def notes(config: Config, ranks: int, given: Mapping[str, Any]) -> Iterator[str]
             # Most rows have the off_value None, so a flag given as `none` gets no note either.
             is_default = value == _DEFAULTS[name]
             asks_for_nothing = value == row.off_value or (is_default and not value)
-            if not asks_for_nothing and row.applies(config, value):
+            is_equal = row.is_derived and value == values[name]
+            if not asks_for_nothing and not is_equal and row.applies(config):
                 reason = row.reason.format(**values)
                 yield row.note.format(flag=format_flag(flag(name), value), reason=reason)

@@ -98,8 +98,8 @@ class TrainConfig(Section):
     cpu_matmul: str = opt(
         "auto",
         "kernels of matmuls on a CPU: torch (torch's own) or onednn (oneDNN in fp32); auto measures each matmul of a "
-        "model (cached in ~/.cache/megatron-cpu-matmul.json) and takes the faster kernel; in bf16, it multiplies in "
-        "fp32 if that is faster",
+        "model (cached in ~/.cache/megatron-cpu-matmuls.json) and takes the faster kernel; in bf16, it multiplies in "
+        "fp32, or with AMX in parts, if that is faster",
         one_of("auto", "torch", "onednn"),
     )
     keep_freed_memory: bool = opt(

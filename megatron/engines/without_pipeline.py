@@ -201,7 +201,7 @@ class NoPipeEngine:
             self._pass_mean_targets(counts, self.gas)  # a loss function may need the number before its first call
             # `loss` and `aux` become this replica's sums over all micro-batches.
             loss = torch.zeros((), dtype=torch.float64, device=engine.device)
-            aux: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros_like(loss))
+            aux: defaultdict[str, Any] = defaultdict(float)
             for batch in micro_batches:
                 loss += self._loss(engine.module, batch).double()
                 self._add_aux(aux)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ..model.layers import Layer
 from ..model.work import sample_lengths
-from .sizes import Shapes, padded_vocabulary
+from .sizes import Shapes, vocabulary_rows
 
 # Numbers of logits that mpu/cross_entropy.py converts to fp32 at a time, on an accelerator and on a CPU.
 CE_CHUNK, CE_CHUNK_CPU = 1 << 24, 1 << 20
@@ -351,7 +351,7 @@ def chunked_loss_kept(shapes: Shapes) -> float:
     # All logits are computed at once: without the flag, if one chunk holds all tokens, or by the reference formula.
     if not chunk or tokens <= chunk or "cross-entropy" in m.reference_ops:
         return 0.0
-    rows = padded_vocabulary(shapes.config, shapes.ranks) // shapes.ranks
+    rows = vocabulary_rows(shapes.config)
     # The weight's gradient is a sum over chunks, so it is at least fp32.
     return float(rows * m.hidden_size * max(shapes.width, 4) + tokens * m.hidden_size * shapes.width)
 
@@ -365,7 +365,7 @@ def logits_bytes(shapes: Shapes) -> tuple[float, float]:
     m = shapes.config.model
     e = shapes.width
     tokens = shapes.target_tokens
-    rows = padded_vocabulary(shapes.config, shapes.ranks) // shapes.ranks  # of the output weight on this rank
+    rows = vocabulary_rows(shapes.config)  # of the output weight on this rank
     extra_bytes = chunked_loss_kept(shapes)
     if extra_bytes:
         if e < 4 and not shapes.accelerated:

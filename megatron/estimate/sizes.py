@@ -79,7 +79,7 @@ def _replicated(numbers: int) -> Count:
     return Count(whole=numbers, held=numbers, largest=numbers)
 
 
-def _norm(config: Config, ranks: int, layer: Layer) -> Count:
+def _norm(config: Config, layer: Layer) -> Count:
     m = config.model
     return _replicated(m.hidden_size * (1 if m.normalization == "rmsnorm" else 2))  # LayerNorm has a bias, too
 
@@ -111,14 +111,15 @@ def _mixture(config: Config, ranks: int) -> list[Count]:
     return [*counts, router, gate]
 
 
-def _transformer(config: Config, ranks: int, layer: Layer, cross: bool = False) -> Count:
+def _transformer(config: Config, layer: Layer, cross: bool = False) -> Count:
     """Return the parameters of a transformer layer. cross: True for a decoder layer with cross-attention."""
     m = config.model
+    ranks = config.parallel.model_parallel_size
     hidden = m.hidden_size
     query_size = m.num_attention_heads * m.head_size
     key_size = m.key_value_heads * m.head_size
     bias = m.hidden_bias
-    norm = _norm(config, ranks, layer)
+    norm = _norm(config, layer)
     output = _linear(hidden, query_size, bias, ranks, row_parallel=True)
     parts = [
         norm,
@@ -139,29 +140,30 @@ def _transformer(config: Config, ranks: int, layer: Layer, cross: bool = False) 
     return _sum_counts(parts)
 
 
-def padded_vocabulary(config: Config, ranks: int) -> int:
-    """Return the number of rows of the whole embedding table, with padding for all model-parallel ranks."""
-    return padded_vocab_size(vocab_size_of(config), config.model.make_vocab_size_divisible_by, ranks)
+def vocabulary_rows(config: Config) -> int:
+    """Return the number of rows of the embedding table on a rank, with padding for all model-parallel ranks."""
+    ranks = config.parallel.model_parallel_size
+    return padded_vocab_size(vocab_size_of(config), config.model.make_vocab_size_divisible_by, ranks) // ranks
 
 
-def _word_embedding(config: Config, ranks: int, layer: Layer) -> Count:
+def _word_embedding(config: Config, layer: Layer) -> Count:
     hidden = config.model.hidden_size
-    rows = padded_vocabulary(config, ranks) // ranks
+    rows = vocabulary_rows(config)
     return Count(vocab_size_of(config) * hidden, rows * hidden, rows * hidden)
 
 
-def _positions(config: Config, ranks: int, layer: Layer) -> Count:
+def _positions(config: Config, layer: Layer) -> Count:
     learned = config.model.position_embedding == "learned"
     return _replicated(config.positions * config.model.hidden_size) if learned else Count()
 
 
-def _relative_bias(config: Config, ranks: int, layer: Layer) -> Count:
-    m = config.model
-    whole = m.relative_attention_num_buckets * m.num_attention_heads
-    return Count(whole, whole // ranks, whole // ranks)
+def _relative_bias(config: Config, layer: Layer) -> Count:
+    whole = config.model.relative_attention_num_buckets * config.model.num_attention_heads
+    held = whole // config.parallel.model_parallel_size
+    return Count(whole, held, held)
 
 
-LAYER_COUNTS: dict[str, Callable[[Config, int, Layer], Count]] = {
+LAYER_COUNTS: dict[str, Callable[[Config, Layer], Count]] = {
     "WordEmbedding": _word_embedding,
     "DecoderStart": _positions,
     "StackStart": _positions,
@@ -189,13 +191,12 @@ def layers_of(config: Config) -> list[Layer]:
 
 def count_layers(layers: Sequence[Layer], config: Config) -> Count:
     """Return the number of parameters of `layers`; tied layers count once."""
-    ranks = config.parallel.model_parallel_size
     seen_ties: set[str | None] = set()
     counts = []
     for layer in layers:
         tie = layer.tied
         if tie is None or tie not in seen_ties:
-            counts.append(LAYER_COUNTS[layer.cls.__name__](config, ranks, layer))
+            counts.append(LAYER_COUNTS[layer.cls.__name__](config, layer))
         seen_ties.add(tie)
     return _sum_counts(counts)
 

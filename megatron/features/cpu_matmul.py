@@ -3,8 +3,9 @@
 In fp32, the kernels are those of torch's BLAS and of oneDNN. Torch's builds come with MKL, whose best kernels are for
 Intel CPUs only. On other CPUs, oneDNN may be faster or slower, by a factor that depends on the CPU and on the sizes.
 In 16 bits, the kernels are torch's own and the one for fp32, whose result is rounded. Torch's own is slow on CPUs that
-lack instructions for bf16. The kernels are measured when the model is built, with the sizes of its weights and the
-threads of the run. The measurements are cached.
+lack instructions for bf16. On CPUs with AMX tiles, the second kernel is torch's own on parts of the rows. The kernels
+are measured when the model is built, with the sizes of its weights and the threads of the run. The measurements are
+cached.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from torch import nn
 from torch.nn import functional
 
 from .. import mpu
-from .._torch import onednn_linear, onednn_pack
+from .._torch import emulates_matmul, has_amx_tiles, onednn_linear, onednn_pack
 from ..atomic import private_temp_folder, write_text
 from ..config import Config
 from ..json_text import brief, is_list, read_json
@@ -204,8 +205,10 @@ def compare_kernels(shape: Shape, precision: str) -> Ratios:
     rows, o, i = shape
     o = min(o, MAX_FEATURES)
     i = min(i, MAX_FEATURES)
-    # Fewer rows bound the time of the measurement; at least 64 remain, as a run never multiplies only a few.
-    rows = min(rows, max(MAX_MULTIPLY_ADDS // (o * i), 64))
+    # Fewer rows bound the time of the measurement; at least 64 remain, as a run never multiplies only a few. With AMX,
+    # a measurement is short, and the speedup depends on the number of rows.
+    if not has_amx_tiles():
+        rows = min(rows, max(MAX_MULTIPLY_ADDS // (o * i), 64))
     if precision == PACKED:
         # Without training, there are no gradients. A speedup of 0 never chooses the second kernel.
         return [_packed_speedups(rows, o, i), [0.0], [0.0]]
@@ -219,7 +222,9 @@ def compare_kernels(shape: Shape, precision: str) -> Ratios:
         partial(matmul, output_grad, weight.t(), None),  # the gradient of the input [rows, i]
         partial(transposed_matmul, output_grad, inputs),  # the gradient of the weight [o, i]
     )
-    return list(map(_speedups, products))
+    # The first call of a kernel may compile it. An emulated matmul is so slow that this does not matter.
+    warm_ups = (True,) if emulates_matmul(dtype) else (True, False)
+    return [_speedups(product, warm_ups) for product in products]
 
 
 def _packed_speedups(rows: int, o: int, i: int) -> list[float]:
@@ -240,9 +245,13 @@ def _packed_speedups(rows: int, o: int, i: int) -> list[float]:
     return _speedups(multiply)
 
 
-def _speedups(product: Callable[[bool], object]) -> list[float]:
-    """Return the speedup of the second kernel in each round; a clear speedup needs no further round."""
-    _seconds(product, True)  # warm-up
+def _speedups(product: Callable[[bool], object], warm_ups: tuple[bool, ...] = (True, False)) -> list[float]:
+    """Return the speedup of the second kernel in each round; a clear speedup needs no further round.
+
+    warm_ups: arguments of the calls of `product` before the first round.
+    """
+    for use_second in warm_ups:
+        product(use_second)
     speedups: list[float] = []
     while len(speedups) < ROUNDS and max(speedups, default=0.0) < CLEAR_SPEEDUP:
         speedups.append(round(_seconds(product, False) / _seconds(product, True), 3))
@@ -285,7 +294,7 @@ def _note(ratios: Mapping[Shape, Ratios], precision: str) -> str:
     products = list(chain(*ratios.values()))
     medians = list(map(statistics.median, products))
     chosen = list(map(is_faster, products))
-    second = "oneDNN" if precision == "fp32" else "fp32 with rounded results"
+    second = "oneDNN" if precision == "fp32" else "the second kernel for 16 bits"
     return (
         f"note: {sum(chosen)} of {len(chosen)} matmuls of linear layers run in {second}, whose speed is "
         f"{min(medians):.2f} to {max(medians):.2f} of torch's own kernel on this CPU; --cpu-matmul torch turns this off"
@@ -321,7 +330,7 @@ def cache_file() -> Path:
             folder = private_temp_folder("megatron-cache")
         except ValueError:
             folder = Path(os.devnull)  # no folder is usable: cache reads and writes fail, so each run measures again
-    return folder / "megatron-cpu-matmul.json"
+    return folder / "megatron-cpu-matmuls.json"
 
 
 def describe_cpu() -> str:

@@ -201,8 +201,7 @@ class TransformerLayer(nn.Module):
         """
         cache = caches.self_attention if caches else None
 
-        # x: the normalised hidden states. With --recompute-modules, the keyword `recipe` says how to recompute x in the
-        # backward pass; only layers that are built for it accept it.
+        # x: the normalised hidden states. With --recompute-modules, the keyword `recipe` says how to recompute x.
         def attend(x: Tensor, **recipe: Any) -> Any:
             return self.attention(x, mask, bias, cache, angles, **recipe)
 

@@ -79,8 +79,7 @@ class TokenLoss:
         self.mean_targets: Tensor | Callable[[], Tensor] | None = None
         # Values of the last micro-batch. Evaluation: sums over text (`sum_over_text`). Training: the summed z-loss.
         self.aux: dict[str, Tensor] = {}
-        # If this is a list, evaluation appends a tensor [2, b] for each micro-batch: for each sample, the summed loss
-        # and the number of targets with a logit below the largest.
+        # If this is a list, evaluation appends for each micro-batch [2, b]: summed losses, and wrong predictions.
         self.sample_sums: list[Tensor] | None = None
 
     @classmethod

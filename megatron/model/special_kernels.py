@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._torch import emulates_matmul, onednn_is_there
+from .._torch import emulates_matmul, has_amx_tiles, onednn_is_there
 from .attention_kernels import AttentionArgs, Kernel, attend, choose_kernel, torch_sdpa
 from .heads import repeat_heads
 from .masks import Documents
@@ -150,7 +150,7 @@ def _suits_blocks(call: AttentionArgs) -> bool:
     is_long = queries >= MIN_CALL_QUERIES
     has_large_blocks = heads * keys <= MAX_HEADS_TIMES_KEYS
     has_few_threads = torch.get_num_threads() <= MAX_THREADS
-    return is_long and has_large_blocks and has_few_threads and onednn_is_there()
+    return is_long and has_large_blocks and has_few_threads and onednn_is_there() and not has_amx_tiles()
 
 
 # (condition, kernel): the first kernel whose condition holds computes the call; the last one accepts every call. The

@@ -35,11 +35,7 @@ def context_slices(length: int, axis: Axis) -> list[tuple[int, int]]:
             f"make --seq-length a multiple of {num_slices}"
         )
     size = length // num_slices
-    slices = []
-    for index in (axis.rank, num_slices - 1 - axis.rank):
-        begin = index * size
-        slices.append((begin, begin + size))
-    return slices
+    return [(index * size, (index + 1) * size) for index in (axis.rank, num_slices - 1 - axis.rank)]
 
 
 def all_gather_context(x: Tensor, axis: Axis) -> Tensor:

@@ -57,10 +57,7 @@ def broadcast_shapes(
     validity, *rows = header.tolist()
     if validity[0] != 1:
         raise ValueError(message)
-    shapes = []
-    for num_dims, *sizes in rows:
-        shapes.append(torch.Size(sizes[:num_dims]))
-    return shapes
+    return [torch.Size(sizes[:num_dims]) for num_dims, *sizes in rows]
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

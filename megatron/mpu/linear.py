@@ -4,8 +4,7 @@ The input's gradient is all-reduced over the ranks while the weight's gradient, 
 (Narayanan et al. 2021; Megatron-LM's `LinearWithGradAccumulationAndAsyncCommunication`). With sequence parallelism only
 the rank's shard of the input is saved, and the input is gathered again meanwhile (Korthikanti et al. 2022).
 
-Shapes: ... any leading dimensions, mostly s sequence, b batch; i features in, o features out, n tokens, t
-model-parallel ranks.
+Shapes: ... any leading dimensions; s sequence, i features in, o features out, n tokens, t model-parallel ranks.
 """
 
 from collections.abc import Callable
@@ -83,15 +82,15 @@ def choose_kernels(x: Tensor, weight: Tensor, options: Options) -> SecondKernelU
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, second_kernel: bool) -> Tensor:
     """Multiply x [..., i] by the transpose of weight [o, i] -> [..., o]; both x and weight may have any strides.
 
-    second_kernel: use a kernel that is faster than torch's own on some CPUs, see features/cpu_matmul.py: for fp32
-    oneDNN's, for 16 bits the one for fp32, with the result rounded.
+    second_kernel: use a kernel that is faster on some CPUs, see features/cpu_matmul.py: oneDNN's for fp32.
     """
     if not second_kernel:
         return F.linear(x, weight, bias)
     if x.dtype == torch.float32:
         return onednn_linear(x, weight, bias)
-    wide_bias = None if bias is None else bias.float()
-    return F.linear(x.float(), weight.float(), wide_bias).to(x.dtype)
+    from .half_linear import half_linear
+
+    return half_linear(x, weight, bias)
 
 
 def transposed_matmul(x: Tensor, y: Tensor, second_kernel: bool) -> Tensor:

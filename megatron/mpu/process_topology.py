@@ -36,11 +36,8 @@ class ProcessTopology:
             if axis in wanted:
                 indices = [index for index in indices if index == wanted[axis]]  # empty if it is outside the grid
             choices.append(indices)
-        ranks = []
         # A loop over all ranks would be slow, as DeepSpeed calls this once for each replica.
-        for pipe, data, model in product(*choices):
-            ranks.append(self.get_rank(pipe=pipe, data=data, model=model))
-        return ranks
+        return [self.get_rank(pipe=pipe, data=data, model=model) for pipe, data, model in product(*choices)]
 
     def get_axis_list(self: Any, axis: str, idx: int) -> list[int]:
         """Return the ranks whose coordinate on `axis` is `idx`."""

@@ -43,9 +43,7 @@ class RoundedAdamW(torch.optim.AdamW):
                 state[name] = torch.zeros_like(weight, dtype=self.moment_dtypes.get(name))
 
         beta1, beta2 = group["betas"]
-        settings = dict[str, Any]()
-        for key in ("lr", "weight_decay", "eps", "amsgrad", "maximize", "fused"):
-            settings[key] = group[key]
+        settings = {key: group[key] for key in ("lr", "weight_decay", "eps", "amsgrad", "maximize", "fused")}
         for name in ("grad_scale", "found_inf"):  # set by tds.optimizers.clip_in_step
             settings[name] = getattr(self, name, None)
         tensors = [weight, cast(Tensor, weight.grad), state["exp_avg"], state["exp_avg_sq"]]

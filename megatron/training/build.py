@@ -62,8 +62,7 @@ def build_model(plan: Plan) -> nn.Module:
         model = checked_model(plan.task, plan.config, plan.tokenizer)
         send_whole_shards(model)  # with sequence parallelism, each rank sends its whole shard to the next stage
     if partition is not None:  # ZeRO 3
-        # The user's own modules outside the layers of megatron.model must be partitioned, too: DeepSpeed casts and
-        # moves either all parameters of a model or none.
+        # Also the user's own modules outside the layers: DeepSpeed casts and moves all parameters of a model or none.
         partition(model)
     return model
 

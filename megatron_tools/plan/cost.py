@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from megatron.config import Config
 from megatron.config.ds_config import Resolved
-from megatron.estimate.sizes import Count, Shapes, Stage, padded_vocabulary
+from megatron.estimate.sizes import Count, Shapes, Stage, vocabulary_rows
 from megatron.model.layers import Layer
 from megatron.model.work import sample_lengths
 from tds.timetable import simulate_times
@@ -172,7 +172,7 @@ def layer_flops(shapes: Shapes, layer: Layer) -> tuple[float, float]:
     if not layer.repeated:
         if layer.name != "head":
             return 0.0, 0.0
-        return 2.0 * shapes.layer_tokens(layer) * m.hidden_size * padded_vocabulary(c, shapes.ranks) / shapes.ranks, 0.0
+        return 2.0 * shapes.layer_tokens(layer) * m.hidden_size * vocabulary_rows(c), 0.0
     encoder_length, decoder_length = sample_lengths(c)  # without a decoder, the sequence length and 0
     inner = m.num_attention_heads * m.head_size
     # The multiply-adds of queries with keys, and of scores with values: 2 x length x length x width.
@@ -219,7 +219,7 @@ def stage_seconds(
         elif layer.name == "head":
             # The matmul is counted above. Loss and softmax are taken to access the logits and their gradients six times
             # in all, to read or write them, and each rank has its shard of the vocabulary.
-            accesses = 6 * shapes.layer_tokens(layer) * padded_vocabulary(shapes.config, shapes.ranks) / shapes.ranks
+            accesses = 6 * shapes.layer_tokens(layer) * vocabulary_rows(shapes.config)
             seconds.memory += accesses * shapes.width / memory_rate
     if resolved.zero_stage == 3:
         # The weights are gathered for the forward and for the backward pass. Each gather is half of an all-reduce.

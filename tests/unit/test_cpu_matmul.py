@@ -16,6 +16,7 @@ from megatron.features import cpu_matmul
 from megatron.features.cpu_matmul import CpuMatmul, describe_cpu, is_conclusive, is_faster, measure_speedups
 from megatron.model.attention_kernels import AttentionArgs, attend
 from megatron.model.special_kernels import attend_in_fp32
+from megatron.mpu import half_linear
 from megatron.mpu.linear import SecondKernelUse, linear
 from megatron.mpu.mesh import TRIVIAL_AXIS, Options
 from megatron.training.feature import Plan
@@ -28,7 +29,7 @@ needs_onednn = pytest.mark.skipif(not mpu.onednn_is_there(), reason="this build 
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file of a cache that is empty."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache/megatron-cpu-matmul.json"
+    return tmp_path / "cache/megatron-cpu-matmuls.json"
 
 
 @pytest.fixture
@@ -102,6 +103,38 @@ def test_real_measurements_are_plausible(precision: str) -> None:
     for speedups in cpu_matmul.compare_kernels((64, 128, 256), precision):
         assert 1 <= len(speedups) <= cpu_matmul.ROUNDS
         assert all(0.001 < each < 1000 for each in speedups)
+
+
+@needs_onednn
+def test_the_first_call_of_a_kernel_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[bool] = []
+
+    def product(use_second: bool) -> None:
+        calls.append(use_second)
+
+    monkeypatch.setattr(cpu_matmul.time, "perf_counter", lambda: float(len(calls)))
+    assert cpu_matmul._speedups(product) == [1.0] * cpu_matmul.ROUNDS
+    assert calls == [True, False] + [False, True] * cpu_matmul.ROUNDS
+
+
+@pytest.mark.parametrize("has_amx", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [(3,), (512,), (5, 103), (2, 512), (1300,)])
+def test_the_second_kernel_of_16_bits_equals_fp64(
+    monkeypatch: pytest.MonkeyPatch, rows: tuple[int, ...], dtype: torch.dtype, has_amx: bool
+) -> None:
+    monkeypatch.setattr(half_linear, "has_amx_tiles", lambda: has_amx)
+    dice = torch.Generator().manual_seed(1)
+    x = torch.randn(*rows, 40, generator=dice).to(dtype).requires_grad_()
+    weight = torch.randn(24, 40, generator=dice).to(dtype)
+    bias = torch.randn(24, generator=dice).to(dtype)
+    out = half_linear.half_linear(x, weight, bias)
+    expected = F.linear(x.double(), weight.double(), bias.double())
+    torch.testing.assert_close(out.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=0.05)
+    assert out.dtype == dtype
+    without_bias = half_linear.half_linear(x, weight, None)
+    torch.testing.assert_close(without_bias.double(), expected - bias, rtol=2 * torch.finfo(dtype).eps, atol=0.05)
+    without_bias.mul_(2)  # an all-reduce changes results in place
 
 
 def _plan(precision: str, flags: str = "", device: str = "cpu") -> Any:
