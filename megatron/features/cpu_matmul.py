@@ -39,7 +39,6 @@ MAX_MULTIPLY_ADDS = 2**30  # multiply-adds of a measured matmul; a larger one is
 MAX_FEATURES = 4096  # rows and columns of a measured weight; a larger one is measured in part
 ROUNDS = 5
 MAX_ROUNDS = 15  # rounds after which a measurement is no longer repeated
-CLEAR_SPEEDUP = 4.0  # a speedup that one round suffices for
 UNCACHED_ELEMENTS = 2**25  # elements of fp32 weights that do not fit into the caches of a CPU
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PACKED = "fp32 with packed weights"  # is the precision in keys of the cache
@@ -222,9 +221,8 @@ def compare_kernels(shape: Shape, precision: str) -> Ratios:
         partial(matmul, output_grad, weight.t(), None),  # the gradient of the input [rows, i]
         partial(transposed_matmul, output_grad, inputs),  # the gradient of the weight [o, i]
     )
-    # The first call of a kernel may compile it. An emulated matmul is so slow that this does not matter.
-    warm_ups = (True,) if emulates_matmul(dtype) else (True, False)
-    return [_speedups(product, warm_ups) for product in products]
+    rounds = 1 if emulates_matmul(dtype) else ROUNDS  # an emulated matmul takes long, and is certainly slower
+    return [_speedups(product, rounds) for product in products]
 
 
 def _packed_speedups(rows: int, o: int, i: int) -> list[float]:
@@ -245,15 +243,13 @@ def _packed_speedups(rows: int, o: int, i: int) -> list[float]:
     return _speedups(multiply)
 
 
-def _speedups(product: Callable[[bool], object], warm_ups: tuple[bool, ...] = (True, False)) -> list[float]:
-    """Return the speedup of the second kernel in each round; a clear speedup needs no further round.
-
-    warm_ups: arguments of the calls of `product` before the first round.
-    """
-    for use_second in warm_ups:
-        product(use_second)
-    speedups: list[float] = []
-    while len(speedups) < ROUNDS and max(speedups, default=0.0) < CLEAR_SPEEDUP:
+def _speedups(product: Callable[[bool], object], rounds: int = ROUNDS) -> list[float]:
+    """Return the speedup of the second kernel in each round."""
+    product(True)  # the first call may compile a kernel
+    if rounds > 1:
+        product(False)
+    speedups = []
+    for _ in range(rounds):
         speedups.append(round(_seconds(product, False) / _seconds(product, True), 3))
     return speedups
 
@@ -276,14 +272,9 @@ def is_conclusive(ratios: Ratios) -> bool:
 
 
 def _agree(speedups: list[float]) -> bool:
-    """Return whether the rounds agree on the better kernel.
-
-    They do if one speedup is clear, or if both quartiles are on the same side of MIN_SPEEDUP.
-    """
+    """Return whether the rounds agree on the better kernel: both quartiles are on the same side of MIN_SPEEDUP."""
     if not speedups:
         return False
-    if max(speedups) >= CLEAR_SPEEDUP:
-        return True
     upper_quartile = sorted(speedups)[-1 - len(speedups) // 4]
     # `is_faster` says on which side of MIN_SPEEDUP the lower quartile is.
     return is_faster(speedups) == (upper_quartile >= MIN_SPEEDUP)
