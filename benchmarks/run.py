@@ -198,7 +198,7 @@ def show(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> None:
 
 
 def arguments(about: str | None) -> argparse.Namespace:
-    """Parse the command line, and set OMP_NUM_THREADS to --threads for the child processes."""
+    """Parse the command line. Child processes get --threads threads, and huge pages as from `scripts/_run.sh`."""
     parser = new_parser(about)
     parser.add_argument("--model", choices=("gpt2", "llama", "mixtral", "t5"), default="gpt2")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
@@ -227,6 +227,7 @@ def arguments(about: str | None) -> argparse.Namespace:
     )
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
     return args
 
 

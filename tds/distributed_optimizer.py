@@ -221,7 +221,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     f"the storage of the weight {self._name_of[replaced[0]]} was replaced after tds.initialize(), "
                     f"while another tensor still views the old storage, e.g. to restore it later: {ADVICE}"
                 )
-            bucket.pull_changes()
 
     # -------------------------------------------------------------- gradients
 
@@ -306,6 +305,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for start in range(0, len(forward_order), max(group_size, 1)):
             group = forward_order[start : start + group_size]
             for bucket in group:
+                bucket.pull_changes()  # only now, so that the share is in the CPU's cache when it is stepped
                 bucket.share.grad = bucket.share_grad
             step()
             for bucket in group:

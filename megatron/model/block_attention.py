@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron import mpu
-from megatron._torch import onednn_matmuls, softmax_backward, version_counter
+from megatron._torch import has_amx_tiles, onednn_matmuls, softmax_backward, version_counter
 
 from .flash_attention import empty_like_linear
 from .pieces import Piece, Pieces
@@ -119,7 +119,7 @@ class _BlockAttention(torch.autograd.Function):
         ctx.kept = None  # set by the first backward pass for a second one, see backward()
         ctx.save_for_backward(query, key, value, bias)
         out = empty_like_linear(query)
-        if not ctx.in_onednn:
+        if not ctx.in_onednn or has_amx_tiles():  # with AMX, torch's forward pass is several times as fast
             for piece in ctx.pieces:
                 (piece_out,) = piece.cut(out)
                 piece_out.copy_(_attend_by_torch(piece, query, key, value, bias, scale))
