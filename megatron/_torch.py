@@ -106,6 +106,11 @@ def emulates_matmul(dtype: torch.dtype) -> bool:
     return check is not None and not check()
 
 
+def multiplies_in_parts(dtype: torch.dtype) -> bool:
+    """Return whether `half_linear` multiplies parts of the rows: in 16 bits on CPUs with AMX, unless it is emulated."""
+    return dtype != torch.float32 and has_amx_tiles() and not emulates_matmul(dtype)
+
+
 def reshape_to_base(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return `x` in another shape, as a tensor that autograd does not regard as a view.
 

@@ -84,7 +84,7 @@ esac
 VOCAB_FILE=${VOCAB_FILE:-$RUN_DIR/tokenizer.model}
 CONFIG_JSON=${CONFIG_JSON:-${AT}configs/ds_config_$NAME.json}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-FATAL}
-export GLIBC_TUNABLES=${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1} # huge pages, which make training on a CPU faster
+export GLIBC_TUNABLES=${GLIBC_TUNABLES-glibc.malloc.hugetlb=1} # huge pages make training on a CPU faster
 export TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$ROOT/.venv/torch_extensions}
 
 # shellcheck disable=SC1091

@@ -232,9 +232,9 @@ def copy_changed(exact: Tensor, seen: Tensor) -> Tensor:
 
 
 def copy_changed_in_slices(exact: Tensor, seen: Tensor) -> Tensor:
-    """Do what `copy_changed` does to tensors `[n]` whose n is a multiple of 4, slice by slice.
+    """Do what `copy_changed` does, slice by slice; sizes and storage offsets must be multiples of 4 elements.
 
-    It compares values, not bits, because only torch.compile leaves out the cast to half precision.
+    A slice that has changed is compared by values, because only torch.compile leaves out the cast to half precision.
     """
     # A slice fits into the cache of a CPU; on accelerators it is larger, because each slice launches kernels.
     size = NORM_SLICE if exact.is_cpu else 8 * NORM_SLICE

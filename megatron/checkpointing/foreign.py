@@ -61,9 +61,7 @@ def delete_own_files(folder: Path) -> None:
 def _rename_to_kept(path: Path, name: str) -> Path:
     """Rename `path` to the first free one of the names NAME.kept-1, NAME.kept-2 and so on, and return the new path."""
     number = 1
-    new_path = path.with_name(f"{name}.kept-{number}")
-    while os.path.lexists(new_path):
+    while os.path.lexists(new_path := path.with_name(f"{name}.kept-{number}")):
         number += 1
-        new_path = path.with_name(f"{name}.kept-{number}")
     path.rename(new_path)
     return new_path

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional
 
 from .. import mpu
-from .._torch import emulates_matmul, has_amx_tiles, onednn_linear, onednn_pack
+from .._torch import emulates_matmul, has_amx_tiles, multiplies_in_parts, onednn_linear, onednn_pack
 from ..atomic import private_temp_folder, write_text
 from ..config import Config
 from ..json_text import brief, is_list, read_json
@@ -35,7 +35,7 @@ from ..training.feature import Feature, Plan
 
 MIN_SPEEDUP = 1.1  # minimum speedup of the second kernel; below it, torch's own is used, as in any torch program
 MIN_MULTIPLY_ADDS = 2**22  # multiply-adds below which a matmul takes no time worth a measurement
-MAX_MULTIPLY_ADDS = 2**30  # multiply-adds of a measured matmul; a larger one is measured on fewer rows
+MAX_MULTIPLY_ADDS = 2**30  # multiply-adds of a measured matmul; a larger one is mostly measured on fewer rows
 MAX_FEATURES = 4096  # rows and columns of a measured weight; a larger one is measured in part
 ROUNDS = 5
 MAX_ROUNDS = 15  # rounds after which a measurement is no longer repeated
@@ -119,7 +119,7 @@ def pack_weights(model: nn.Module, rows: int) -> None:
 def has_choice(device: torch.device, precision: str) -> bool:
     """Return whether there are two kernels for matmuls of this precision on the device."""
     known = device.type == "cpu" and precision in DTYPES
-    # In 16 bits, the second kernel is that of fp32, which every build of torch has.
+    # In 16 bits, the second kernel is `half_linear`, which needs nothing that a build of torch may lack.
     return known and (precision != "fp32" or mpu.onednn_is_there())
 
 
@@ -175,11 +175,9 @@ def measure_speedups(shapes: list[Shape], precision: str) -> dict[Shape, Ratios]
             missing.add(shape)
     all_missing = sorted(set().union(*gather_objects(missing)))
     for shape in all_missing:
-        new_ratios = compare_kernels(shape, precision)
         key = cache_keys[shape]
-        old_ratios = cached.get(key, NO_RATIOS)
         # A cached measurement that is not conclusive gets further rounds.
-        cached[key] = join_ratios([old_ratios, new_ratios])
+        cached[key] = join_ratios([cached.get(key, NO_RATIOS), compare_kernels(shape, precision)])
     # One rank of each machine writes the file.
     if all_missing and os.environ.get("LOCAL_RANK", "0") == "0":
         write_cache(path, cached)
@@ -196,22 +194,21 @@ def join_ratios(parts: Iterable[Ratios]) -> Ratios:
 
 
 def compare_kernels(shape: Shape, precision: str) -> Ratios:
-    """Measure the speedups of the second kernel over torch's own, in up to ROUNDS rounds for each matmul.
+    """Measure the speedups of the second kernel over torch's own for each matmul.
 
-    The second kernel is oneDNN's in fp32, with packed weights for PACKED, and the one for fp32 in 16 bits. Returns the
+    The second kernel is oneDNN's in fp32, with packed weights for PACKED, and `half_linear` in 16 bits. Returns the
     speedups of all rounds for the output, the input gradient and the weight gradient of a linear layer.
     """
     rows, o, i = shape
     o = min(o, MAX_FEATURES)
     i = min(i, MAX_FEATURES)
-    # Fewer rows bound the time of the measurement; at least 64 remain, as a run never multiplies only a few. With AMX,
-    # a measurement is short, and the speedup depends on the number of rows.
-    if not has_amx_tiles():
-        rows = min(rows, max(MAX_MULTIPLY_ADDS // (o * i), 64))
+    dtype = DTYPES.get(precision, torch.float32)
+    # A bound of the rows bounds the time of the measurement. The speedup of parts of the rows depends on their number.
+    bound = 32 * MAX_MULTIPLY_ADDS if multiplies_in_parts(dtype) else MAX_MULTIPLY_ADDS
+    rows = min(rows, max(bound // (o * i), 64))  # at least 64, as a run never multiplies only a few
     if precision == PACKED:
         # Without training, there are no gradients. A speedup of 0 never chooses the second kernel.
         return [_packed_speedups(rows, o, i), [0.0], [0.0]]
-    dtype = DTYPES[precision]
     inputs = torch.ones(rows, i, dtype=dtype)
     weight = torch.ones(o, i, dtype=dtype)
     output_grad = torch.ones(rows, o, dtype=dtype)
@@ -222,7 +219,7 @@ def compare_kernels(shape: Shape, precision: str) -> Ratios:
         partial(transposed_matmul, output_grad, inputs),  # the gradient of the weight [o, i]
     )
     rounds = 1 if emulates_matmul(dtype) else ROUNDS  # an emulated matmul takes long, and is certainly slower
-    return [_speedups(product, rounds) for product in products]
+    return list(map(partial(_speedups, rounds=rounds), products))
 
 
 def _packed_speedups(rows: int, o: int, i: int) -> list[float]:
@@ -245,9 +242,8 @@ def _packed_speedups(rows: int, o: int, i: int) -> list[float]:
 
 def _speedups(product: Callable[[bool], object], rounds: int = ROUNDS) -> list[float]:
     """Return the speedup of the second kernel in each round."""
-    product(True)  # the first call may compile a kernel
-    if rounds > 1:
-        product(False)
+    for use_second in (True, False)[:rounds]:
+        product(use_second)  # the first call may compile a kernel; an emulated one takes long
     speedups = []
     for _ in range(rounds):
         speedups.append(round(_seconds(product, False) / _seconds(product, True), 3))
@@ -285,7 +281,7 @@ def _note(ratios: Mapping[Shape, Ratios], precision: str) -> str:
     products = list(chain(*ratios.values()))
     medians = list(map(statistics.median, products))
     chosen = list(map(is_faster, products))
-    second = "oneDNN" if precision == "fp32" else "the second kernel for 16 bits"
+    second = "oneDNN" if precision == "fp32" else "fp32 or in parts of their rows"
     return (
         f"note: {sum(chosen)} of {len(chosen)} matmuls of linear layers run in {second}, whose speed is "
         f"{min(medians):.2f} to {max(medians):.2f} of torch's own kernel on this CPU; --cpu-matmul torch turns this off"
@@ -327,12 +323,11 @@ def cache_file() -> Path:
 def describe_cpu() -> str:
     """Return the CPU, torch version and threads, since different machines may share the cache file."""
     name = "an unknown CPU"
-    text = ""
     with contextlib.suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    for line in text.splitlines():
-        if line.startswith("model name"):  # the same for each core
-            name = line.partition(":")[2].strip()
-            break
-    capability = torch.backends.cpu.get_cpu_capability()
+        for line in text.splitlines():
+            if line.startswith("model name"):  # the same for each core
+                name = line.partition(":")[2].strip()
+                break
+    capability = f"{torch.backends.cpu.get_cpu_capability()}{' with AMX' if has_amx_tiles() else ''}"
     return f"{name}, {capability}, torch {torch.__version__}, {torch.get_num_threads()} threads"

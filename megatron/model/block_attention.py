@@ -1,8 +1,9 @@
 """Attention on a CPU, block by block, that saves neither scores nor probabilities for the backward pass.
 
-It serves attention with a learned bias, and attention in bf16. torch's fused attention on a CPU has no gradient for
-the bias; torch's alternative saves the probabilities [b, n, q, k] of every layer. In bf16, torch's fused attention
-multiplies more slowly than oneDNN, which multiplies here, and has larger errors in the gradients of keys and values.
+It serves attention with a learned bias, and attention in bf16 on CPUs without AMX. torch's fused attention on a CPU has
+no gradient for the bias; torch's alternative saves the probabilities [b, n, q, k] of every layer. In bf16, torch's
+fused attention has larger errors in the gradients of keys and values. Without AMX, it is also slower than oneDNN, which
+multiplies here.
 
 The backward pass computes the probabilities of a block again (Dao et al. 2022). Scores are in fp32, or in fp64 if the
 inputs are. A block has few enough for the CPU's cache.

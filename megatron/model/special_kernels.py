@@ -18,7 +18,8 @@ from .heads import repeat_heads
 from .masks import Documents
 
 # Limits of attention in blocks without a bias. Generation has one query. With many heads and keys, a block has too few
-# queries. With many threads, torch's kernel is faster, because it divides the heads of all samples among them.
+# queries. With many threads, torch's kernel is faster, because it divides the heads of all samples among them. With
+# AMX, it is always faster.
 MIN_CALL_QUERIES = 128
 MAX_HEADS_TIMES_KEYS = 2**16
 MAX_THREADS = 8

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._torch import has_amx_tiles, reshape_to_base
+from .._torch import multiplies_in_parts, reshape_to_base
 
 MAX_AMX_ROWS = 512  # with AMX, oneDNN multiplies about 1,000 rows up to 1.7 times as fast in parts of so many rows
 
@@ -12,10 +12,9 @@ MAX_AMX_ROWS = 512  # with AMX, oneDNN multiplies about 1,000 rows up to 1.7 tim
 def half_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply x [..., i] by the transpose of weight [o, i] -> [..., o], all in bf16 or fp16.
 
-    With AMX, this is torch's kernel for 16 bits on parts of the rows. Without AMX, it is the kernel for fp32, whose
-    result is rounded.
+    This is torch's kernel for 16 bits on parts of the rows, or the kernel for fp32, whose result is rounded.
     """
-    if has_amx_tiles():
+    if multiplies_in_parts(x.dtype):
         parts = [F.linear(part, weight, bias) for part in torch.split(x.flatten(0, -2), MAX_AMX_ROWS)]
         return reshape_to_base(torch.cat(parts), (*x.shape[:-1], len(weight)))
     wide_bias = None if bias is None else bias.float()

@@ -4,7 +4,7 @@ The input's gradient is all-reduced over the ranks while the weight's gradient, 
 (Narayanan et al. 2021; Megatron-LM's `LinearWithGradAccumulationAndAsyncCommunication`). With sequence parallelism only
 the rank's shard of the input is saved, and the input is gathered again meanwhile (Korthikanti et al. 2022).
 
-Shapes: ... any leading dimensions; s sequence, i features in, o features out, n tokens, t model-parallel ranks.
+Shapes: ... leading dimensions; s sequence, b batch; i features in, o features out; n tokens; t model-parallel ranks.
 """
 
 from collections.abc import Callable
@@ -82,7 +82,7 @@ def choose_kernels(x: Tensor, weight: Tensor, options: Options) -> SecondKernelU
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, second_kernel: bool) -> Tensor:
     """Multiply x [..., i] by the transpose of weight [o, i] -> [..., o]; both x and weight may have any strides.
 
-    second_kernel: use a kernel that is faster on some CPUs, see features/cpu_matmul.py: oneDNN's for fp32.
+    second_kernel: use a kernel that is faster on some CPUs: oneDNN's for fp32, `half_linear` for 16 bits.
     """
     if not second_kernel:
         return F.linear(x, weight, bias)

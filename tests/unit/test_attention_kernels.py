@@ -66,12 +66,14 @@ def _bf16_call(queries: int, **more: Any) -> AttentionArgs:
 
 
 @pytest.mark.skipif(emulates_matmul(torch.bfloat16) or not mpu.onednn_is_there(), reason="needs bf16 instructions")
-def test_a_long_call_in_bf16_runs_in_blocks() -> None:
+@pytest.mark.parametrize("has_amx", [False, True])
+def test_a_long_call_in_bf16_runs_in_blocks_without_amx(has_amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.model.special_kernels.has_amx_tiles", lambda: has_amx)
     names = [
         choose_kernel(_bf16_call(queries, allow_fused_bias=fused, may_copy_qkv=True)).__name__
         for queries, fused in ((128, True), (1, True), (128, False))
     ]
-    assert names == ["attend_in_blocks", "torch_sdpa", "torch_sdpa"]
+    assert names == ["torch_sdpa" if has_amx else "attend_in_blocks", "torch_sdpa", "torch_sdpa"]
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
