@@ -171,6 +171,8 @@ class JinjaTemplate:
             pieces += [Piece(rendered[done : len(prompt)]), Piece(answer, in_loss=True)]
             done = len(prompt) + len(answer)
         pieces.append(Piece(rendered[done:]))
+        if not rendered:
+            raise ValueError("the chat template renders nothing of this conversation")
         return tuple(piece for piece in pieces if piece.text)
 
     def _marked(self, messages: Messages, rendered: str, blocks: Sequence[tuple[int, int]]) -> Pieces:

@@ -130,7 +130,7 @@ def _encode_texts(texts: list[str]) -> PairTokens:
 def _concatenate(sequences: list[NDArray[Any]], dtype: DTypeLike, counts: Sequence[int]) -> PairTokens:
     """Concatenate sequences of tokens. counts: number of sequences of each document."""
     ids = np.concatenate(sequences) if sequences else np.empty(0, np.int32)
-    lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int32)
+    lengths = np.fromiter(map(len, sequences), np.int32)
     return PairTokens(cast_ids(ids, np.dtype(dtype), "the output"), lengths, np.array(counts, dtype=np.int32))
 
 

@@ -200,6 +200,7 @@ def main(args: argparse.Namespace) -> None:
     with atomic_file(output) as temporary, ExitStack() as dropped_stack:
         dropped = None
         if args.dropped:
+            Path(args.dropped).parent.mkdir(parents=True, exist_ok=True)
             part = dropped_stack.enter_context(atomic_file(args.dropped))
             dropped = dropped_stack.enter_context(open(part, "w", encoding="utf-8"))
         report = Report(dropped)

@@ -309,6 +309,7 @@ def new_figure(feature: str, **kwargs: Any) -> Any:
 
 def save_figure(figure: Any, path: str | Path, **kwargs: Any) -> None:
     """Write a figure of matplotlib as a PNG, atomically."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as temporary:
         figure.savefig(temporary, format="png", **kwargs)
 

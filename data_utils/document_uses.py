@@ -2,6 +2,7 @@
 
 import argparse
 from bisect import bisect_right
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,20 +33,18 @@ class Use(NamedTuple):
     corpus: int
 
 
-def uses_in_sample(dataset: Any, sample: int) -> list[Use]:
-    """Return the documents of a sample of a training data set, in order."""
+def uses_in_sample(dataset: Any, sample: int) -> Iterator[Use]:
+    """Yield the documents of a sample of a training data set, in order."""
     corpus, index = locate(dataset, sample)
-    uses = []
     position = 0
     for document, start, stop in corpus_datasets(dataset)[corpus].pieces(index):
         end = position + stop - start
-        uses.append(Use(sample, range(position, end), range(start, stop), document, corpus))
+        yield Use(sample, range(position, end), range(start, stop), document, corpus)
         position = end
-    return uses
 
 
-def uses_of_document(dataset: Any, corpus: int, document: int, samples: int) -> list[Use]:
-    """Return where the first `samples` samples of a training data set contain a document, in the order of samples."""
+def uses_of_document(dataset: Any, corpus: int, document: int, samples: int) -> Iterator[Use]:
+    """Yield where the first `samples` samples of a training data set contain a document, in the order of samples."""
     member = corpus_datasets(dataset)[corpus]
     consumed = _num_consumed(dataset, corpus, samples)
     epochs = -(-consumed // member.samples_per_epoch)  # rounded up, as the last epoch may be incomplete
@@ -59,12 +58,10 @@ def uses_of_document(dataset: Any, corpus: int, document: int, samples: int) -> 
             n = bisect_right(range(samples + 1), index, key=partial(_num_consumed, dataset, corpus))
             if n <= samples:
                 sample_numbers.add(n - 1)
-    uses = []
     for sample in sorted(sample_numbers):
         for use in uses_in_sample(dataset, sample):
             if use.document == document:
-                uses.append(use)
-    return uses
+                yield use
 
 
 def _num_consumed(dataset: Any, corpus: int, samples: int) -> int:

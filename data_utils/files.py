@@ -127,14 +127,12 @@ class _Search:
             for name in self._new_of(folder, names):
                 yield Path(folder, name)
 
-    def _new_of(self, folder: str, names: Iterable[str]) -> list[str]:
-        """Return the names in a folder that are neither hidden nor found before, sorted."""
-        new_names = []
+    def _new_of(self, folder: str, names: Iterable[str]) -> Iterator[str]:
+        """Yield the names in a folder that are neither hidden nor found before, sorted."""
         for name in sorted(names):
             real = os.path.realpath(os.path.join(folder, name))
             if not name.startswith(".") and self._is_new(real, Path(folder, name)):
-                new_names.append(name)
-        return new_names
+                yield name
 
     def _is_new(self, real: str, path: Path) -> bool:
         """Return whether a file is found for the first time; note another path of a known file as a duplicate."""

@@ -79,9 +79,8 @@ class IndexedDatasetBuilder:
         ids: concatenated tokens. lengths: tokens of each sequence. sequences_per_document: number of sequences
         of each document.
         """
-        tokens = int(lengths.sum())
         sequences = int(sequences_per_document.sum())
-        if tokens != len(ids) or sequences != len(lengths):
+        if lengths.sum() != len(ids) or sequences != len(lengths):
             raise ValueError(
                 "lengths do not sum to the number of tokens, or sequences_per_document to the number of lengths"
             )
@@ -247,7 +246,7 @@ def cast_ids(ids: Array, dtype: np.dtype[Any], where: str) -> Array:
     """Cast ids to `dtype`. Raises ValueError for an id that would overflow."""
     if len(ids) and ids.dtype != dtype:
         limits = np.iinfo(dtype)
-        for extreme in (int(ids.min()), int(ids.max())):
+        for extreme in (ids.min(), ids.max()):
             if not limits.min <= extreme <= limits.max:
                 raise ValueError(f"token id {extreme} does not fit the dtype {dtype} of {where}")
     return ids.astype(dtype, copy=False)

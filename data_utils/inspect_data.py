@@ -135,9 +135,9 @@ def _find_bad_ids(indexed: IndexedDataset, vocab_size: int | None) -> list[str]:
         if vocab_size:
             is_bad |= ids >= vocab_size
         if is_bad.any():
-            index = int(is_bad.argmax())
+            index = is_bad.argmax()
             # The first document that ends after the bad id: if documents end at 3 and 8, id 3 is in document 1.
-            document = int(indexed.document_ends().searchsorted(start + index, side="right"))
+            document = indexed.document_ends().searchsorted(start + index, side="right")
             return [f"{indexed.prefix}.bin, document {document}: token id {ids[index]} is {problem}"]
     return []
 

@@ -167,7 +167,9 @@ def collapse_phrases(line: str) -> str:
             if match is None:
                 start += 1
                 continue
-            kept += line[done:start] + _keep_one_copy(match)
+            # A phrase without letters, such as a horizontal rule, stays repeated.
+            copies = match[1] if _has_letters(match[1]) else match[0]
+            kept += line[done:start] + copies
             done = match.end()
             start = done
     return kept + line[done:]
@@ -189,11 +191,6 @@ def _may_repeat(line: str, place: int) -> bool:
             return True
         copy = line.find(probe, copy + 1, end)
     return False
-
-
-def _keep_one_copy(match: re.Match[str]) -> str:
-    """Return one copy of a repeated phrase. A phrase without letters, such as a horizontal rule, stays repeated."""
-    return match[1] if _has_letters(match[1]) else match[0]
 
 
 def _has_letters(text: str) -> bool:

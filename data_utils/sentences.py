@@ -28,8 +28,9 @@ def split_sentences(text: str) -> list[str]:
         sentence = text[start : ending.start()]
         mark = ending[0]  # with the white space after it
         is_full_stop = mark[0] == "." and "\n" not in mark  # a line break ends a sentence in any case
-        # The last 12 characters suffice to see an abbreviation, an initial or a list number.
-        if is_full_stop and _NOT_A_STOP.search(sentence[-12:]):
+        # The last 12 characters suffice to see an abbreviation, an initial or a list number. A ^ still matches only at
+        # the start of the sentence.
+        if is_full_stop and _NOT_A_STOP.search(sentence, len(sentence) - 12):
             continue
         whole = text[start : ending.end()]
         # White space alone is no sentence: it joins the sentence before it or, at the start, the one after it.

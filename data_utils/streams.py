@@ -268,13 +268,18 @@ _PRINTABLE_ASCII = re.compile(r"[ -~\t\r\n]")
 def _is_chinese(raw: bytes, encoding: str) -> bool:
     """Return True if over nine of ten characters are typical of Chinese text and at least one is Chinese.
 
-    Japanese and Korean files decode to Chinese characters, too, but to rare ones.
+    Japanese and Korean files decode to Chinese characters, too, but to rare ones. So do accented letters in files of
+    Western European languages, mostly to characters that GB2312 lacks.
     """
     text = raw.decode(encoding, "replace")
-    num_chinese = len(_CHINESE.findall(text))
+    chinese = "".join(_CHINESE.findall(text))
+    num_chinese = len(chinese)
+    num_ascii = len(_PRINTABLE_ASCII.findall(text))
+    bytes_in_gb2312 = len(chinese.encode("gb2312", "ignore"))  # two for each of its characters
+    if num_ascii > num_chinese and bytes_in_gb2312 < 1.5 * num_chinese:
+        return False
     if common_characters(text) < 0.03 * num_chinese and _is_korean_or_japanese(raw):
         return False
-    num_ascii = len(_PRINTABLE_ASCII.findall(text))
     return num_chinese > 0 and (num_chinese + num_ascii) * 10 > 9 * len(text)
 
 

@@ -74,12 +74,13 @@ def main(args: argparse.Namespace) -> None:
     format_read = suffix if suffix in (".txt", ".json") else ".model"
     if needed and needed != format_read:
         raise ValueError(f"--output {args.output} must end with {needed} for --tokenizer-type {kind}")
-    bad_line_numbers: list[int] = []
+    num_bad = 0
 
     def on_bad(line: BadLine) -> None:
+        nonlocal num_bad
         if args.on_error == "stop":
             raise unreadable_error(line)
-        bad_line_numbers.append(line.line)
+        num_bad += 1
 
     documents = read_texts(
         args.input, args.json_key, max_document_bytes(args), on_bad, args.seed, encoding=args.encoding
@@ -107,7 +108,7 @@ def main(args: argparse.Namespace) -> None:
     else:
         train_byte_bpe(with_progress(), args.output, args.vocab_size, kind, args.special_tokens)
     tokenizer = load_tokenizer(args.output, kind)
-    skipped = f", {len(bad_line_numbers)} unreadable documents skipped" if bad_line_numbers else ""
+    skipped = f", {num_bad} unreadable documents skipped" if num_bad else ""
     print(f"{tokenizer.vocab_size} tokens -> {args.output}{skipped}")
 
 

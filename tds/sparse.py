@@ -14,7 +14,8 @@ ABSENT, DENSE = -1, -2  # special row counts: the rank has no gradient, or a den
 
 def sparse_weights(module: nn.Module) -> list[nn.Parameter]:
     """Return the weights of embeddings with sparse gradients, in the same order on all replicas."""
-    weights = [getattr(layer, "weight", None) for layer in module.modules() if getattr(layer, "sparse", False)]
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    weights = [layer.weight for layer in module.modules() if isinstance(layer, kinds) and layer.sparse]
     # Several embeddings may share a weight; `fromkeys` keeps it once, at its first place.
     return list(dict.fromkeys(p for p in weights if isinstance(p, nn.Parameter) and p.requires_grad))
 

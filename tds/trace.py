@@ -112,8 +112,7 @@ class Tracer:
         self._current_spans = list[RecordedSpan]()
         self._since_write = 0  # recorded iterations since the file was written
         self.size = 0  # bytes sent since the last message ended
-        # Also record what comes before the first iteration: loading a checkpoint, opening data.
-        self.is_recording = first is None
+        self.is_recording = False  # until the first iteration
         self._reference = None if self._on_cpu else self._record_reference()
 
     def _record_reference(self) -> tuple[Any, int]:

@@ -128,7 +128,9 @@ def with_kept_tokenizer(config: Config, checkpoint: Path) -> Config:
     checkpoint = checkpoint.absolute()
     # A checkpoint is SAVE/iter_0001000 or RUN/checkpoints/iter_0001000, and its tokenizer SAVE/tokenizer or
     # RUN/tokenizer.
-    homes = [checkpoint.parent, checkpoint.parent.parent]
+    homes = [checkpoint.parent]
+    if checkpoint.parent.name == "checkpoints":
+        homes.append(checkpoint.parent.parent)
     if isinstance(checkpoint, RemotePath):
         if given and Path(given).exists():  # so nothing needs to be downloaded
             return config

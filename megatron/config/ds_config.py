@@ -9,12 +9,20 @@ from typing import Any
 import tds
 
 from .conflicts import compile_conflicts, own_reduction_conflicts, zero_conflicts
-from .ds_file import PASSED_KEYS, REDUCTION_KEYS, batch_sizes, enabled_formats, read_file, reconcile_values
+from .ds_file import (
+    PASSED_KEYS,
+    REDUCTION_KEYS,
+    batch_sizes,
+    enabled_formats,
+    offloaded_part,
+    read_file,
+    reconcile_values,
+)
 from .fields import raise_first_problem
 from .param_groups import ParamRule, read_param_rules
 from .sections import Config
 
-__all__ = ["Resolved", "batch_sizes", "enabled_formats", "read_file", "resolve"]
+__all__ = ["Resolved", "batch_sizes", "enabled_formats", "offloaded_part", "read_file", "resolve"]
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,16 @@ def read_file(config: Config, find_problem: Callable[[str, Content], str | None]
     return content
 
 
+def offloaded_part(zero_section: Content) -> str | None:
+    """Return the first key of zero_optimization that moves tensors to the host or to disks; None if none does."""
+    for name in ("offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_param"):
+        value = zero_section.get(name)
+        is_off = value.get("device", "none") == "none" if isinstance(value, dict) else not value
+        if not is_off:
+            return name
+    return None
+
+
 def _refuse_unknown(content: Content, path: str) -> None:
     for key in content:
         if key in REPLACEMENT_FLAGS:

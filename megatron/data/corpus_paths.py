@@ -38,6 +38,10 @@ def parse_blend(words: str | Words) -> list[tuple[str | None, str]]:
             if is_number(part) and not is_corpus(part):
                 raise DatasetError(f"{argument} must be pairs of a weight and a prefix, as in 0.7 a 0.3 b")
         return [(None, part) for part in parts]
+    if is_corpus(parts[0]):
+        raise DatasetError(
+            f"{argument}: {parts[0]} is also a corpus; write ./{parts[0]} for it, or {parts[0]}.0 as weight"
+        )
     weights = parts[::2]
     prefixes = parts[1::2]
     are_positive = all(is_number(weight) and 0 < float(weight) < math.inf for weight in weights)

@@ -60,5 +60,4 @@ def _has_token(prefix: str, token: int) -> bool:
     """Return whether the first or the last million tokens of a corpus include `token`."""
     tokens = IndexedDataset(prefix).tokens
     last_start = max(0, len(tokens) - CHECKED_IDS)
-    ends = (tokens[:CHECKED_IDS], tokens[last_start:])
-    return any(bool((ids == token).any()) for ids in ends)
+    return token in tokens[:CHECKED_IDS] or token in tokens[last_start:]

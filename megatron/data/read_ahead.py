@@ -18,7 +18,8 @@ BATCHES_AHEAD = 8  # micro-batches that they read ahead
 def read_ahead_of(dataset: Dataset[Any], sampler: Iterable[list[int]]) -> Iterator[Any]:
     """Yield micro-batches in the order of `sampler`; threads read the next ones meanwhile.
 
-    Each thread has a copy of the data set, because data sets may not be used by several threads.
+    Each thread has a copy of the data set, because data sets may not be used by several threads. The samples must not
+    depend on the random number generators of torch, NumPy and Python.
     """
     thread_state = threading.local()
     pickled = pickle.dumps(dataset)

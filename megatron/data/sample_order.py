@@ -264,7 +264,7 @@ class Windows:
         release_pages(self._indexed.sizes)  # with it the whole .idx, of which all arrays share one memory map
 
     def _raise_bad_id(self, n: int, ids: Numbers) -> None:
-        bad_id = int(ids.max()) if ids.max() >= self._vocab_size else int(ids.min())
+        bad_id = ids.max() if ids.max() >= self._vocab_size else ids.min()
         numbers = [self._first_document + document for document, _, _ in self.order.pieces(n)]
         raise DatasetError(
             f"{self._indexed.prefix}.bin contains token id {bad_id} in one of the documents {numbers}, which is outside"

@@ -39,14 +39,8 @@ class _LogitsRecorder(TokenLoss):
         return full_logits.new_zeros(())  # the engine needs a loss, but nobody reads it
 
 
-class _NextLogits:
+class _NextLogits(RankScorer):
     """The logits of the next token of texts, computed by all ranks."""
-
-    def __init__(self, run: Run) -> None:
-        self._scorer = RankScorer(run)
-        self._engine = run.engine
-        self._batch_size = run.config.train.batch_size
-        self._max_length = run.config.data.seq_length
 
     def compute(self, texts: Sequence[Sequence[int]]) -> Tensor:
         """Return the logits [n, v] of n texts on all ranks. A text longer than the window loses its beginning."""
@@ -54,10 +48,10 @@ class _NextLogits:
         for start in range(0, len(texts), self._batch_size):
             requests = []
             for text in texts[start : start + self._batch_size]:
-                context = text[-self._max_length :]
+                context = text[-self.max_length :]
                 # The 0 is a placeholder for the next token: the logits of this target are those of the next token.
                 requests.append(Request([*context, 0], num_targets=1))
-            micro_batches.append(self._scorer.micro_batch(requests))
+            micro_batches.append(self.micro_batch(requests))
 
         # The forward pass gives the logits only to the loss of the model, so a recorder takes the place of the loss.
         module = self._engine.deepspeed.module

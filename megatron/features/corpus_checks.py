@@ -43,7 +43,7 @@ class CorpusChecks(Feature):
         self._config = run.config
         self._watch.begin(save_dir_of(run.config, run.run_dir), run.state.iteration)
         self._checkers: list[Checker] = []
-        self._compare(self._files, blocks_at_start(run.config))
+        self._compare(self._files)
 
     def before_step(self, iteration: int) -> None:
         for checker in self._checkers:
@@ -69,7 +69,7 @@ class CorpusChecks(Feature):
                 "file that were compared have the checksums of the sidecar; the others are compared while the run "
                 "trains"
             )
-            self._compare(changed, max_blocks)
+            self._compare(changed)
         elif not any(checker.is_alive() for checker in self._checkers):  # a thread may still find a changed block
             self._watch.last_clean = iteration
 
@@ -77,13 +77,13 @@ class CorpusChecks(Feature):
         for checker in self._checkers:
             checker.end()
 
-    def _compare(self, files: Sequence[CorpusFile], blocks_before: int) -> None:
+    def _compare(self, files: Sequence[CorpusFile]) -> None:
         """Start a thread that compares this rank's share of the blocks with the checksums of the sidecar. Collective.
 
-        blocks_before: number of blocks of each local file that rank 0 has already compared.
+        Rank 0 has already compared the first blocks of each local file.
         """
         identities = {str(file.path): identity_of(file) for file in files}
-        shares = _files_of_rank(files, gather_objects(identities), blocks_before)
+        shares = _files_of_rank(files, gather_objects(identities), blocks_at_start(self._config))
         if shares:
             checker = Checker(shares)
             checker.start()

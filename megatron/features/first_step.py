@@ -1,5 +1,6 @@
 """The first step of a run: warns about parameters without gradient, and turns on the reuse of freed memory."""
 
+from collections import Counter
 from functools import partial
 
 from torch import Tensor
@@ -38,12 +39,10 @@ class FirstStep(Feature):
         for hook in self._hooks:
             hook.remove()
         # A tied weight is on several stages. It is trained if it gets a gradient on at least one of these stages.
-        has_gradient: dict[str, bool] = {}
+        num_stages: Counter[str] = Counter()  # name -> number of stages on which it gets a gradient
         for stage in gather_objects(self._has_gradient, mpu.get_mesh().pipe):
-            for name, found in stage.items():
-                if found or name not in has_gradient:  # a stage without a gradient overrides no earlier one
-                    has_gradient[name] = found
-        without_gradient = [name for name, found in has_gradient.items() if not found]
+            num_stages.update(stage)
+        without_gradient = [name for name, num in num_stages.items() if not num]
         if without_gradient:
             print_rank_0(
                 f"warning: no gradient reaches {shorten_list(without_gradient)}: the loss does not depend on these "

@@ -11,7 +11,7 @@ from megatron.estimate.sizes import DTYPE_BYTES, parameters, stages_of
 from tds.diagnose import Watchdog
 
 from ..config import Config
-from ..config.ds_config import Resolved
+from ..config.ds_config import Resolved, offloaded_part
 from ..model.parameter_counts import count_parameters
 from ..ranks import device as device_module
 from ..ranks.accelerators import ranks_on_machine
@@ -80,7 +80,7 @@ def estimate_lines(task: Task, config: Config, resolved: Resolved, device: torch
     available = device_module.total_memory(device)
     # Offloaded tensors are in the memory of the host, so the device needs less than the estimate.
     zero_settings: dict[str, Any] = resolved.deepspeed.get("zero_optimization", {})
-    if available is None or any(name.startswith("offload") for name in zero_settings):
+    if available is None or offloaded_part(zero_settings):
         return lines
     # The ranks of a machine share the memory of its CPUs; an accelerator has one rank.
     ranks = ranks_on_machine(world) if device.type == "cpu" else 1

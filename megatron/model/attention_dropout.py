@@ -58,8 +58,8 @@ def dropout_by_document(
         for piece in pieces.items:
             if piece.row.start == i:
                 row_pieces.append(piece)
-                query_lengths.append(_slice_length(piece.queries))
-                key_lengths.append(_slice_length(piece.keys))
+                query_lengths.append(piece.queries.stop - piece.queries.start)
+                key_lengths.append(piece.keys.stop - piece.keys.start)
         # One split of the row gives all blocks, since the pieces cover it in order. Autograd then concatenates the
         # gradients of the blocks. For separate slices, it would instead sum gradients of the size of the row.
         queries = query_row.split(query_lengths, 1)
@@ -75,10 +75,6 @@ def dropout_by_document(
             outputs.append(output.mul_(1 / keep_prob))  # the other factor of dropout, which may follow the matmul
         rows.append(torch.cat(outputs, 1))
     return torch.stack(rows)
-
-
-def _slice_length(tokens: slice) -> int:
-    return int(tokens.stop - tokens.start)
 
 
 def _attend(

@@ -12,9 +12,8 @@ class KeyValueCache:
     The memory has room for more tokens, so that most new tokens are appended without copying the old ones.
     """
 
-    def __init__(self) -> None:
-        self.memory: Tensor | None = None  # [2, b, g, room, d]
-        self.length = 0  # number k of cached tokens
+    memory: Tensor | None = None  # [2, b, g, room, d]
+    length = 0  # number k of cached tokens
 
     def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append keys and values of new tokens, [b, g, q, d] each; return all cached keys and values."""

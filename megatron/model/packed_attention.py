@@ -60,7 +60,7 @@ def _compute_cu_seqlens(ids: Tensor) -> Tensor | None:
     is_start_if_sorted = document_starts(ids.sort(dim=1).values)
     is_split = is_start_if_sorted.sum() != is_start.sum()
     has_prefix = ids.min() < 0  # a negative id marks a prefix
-    if bool((is_split | has_prefix).item()):
+    if is_split | has_prefix:
         return None
     starts = is_start.flatten().nonzero().flatten()
     end = torch.full((1,), ids.numel(), device=ids.device)

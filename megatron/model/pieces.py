@@ -136,16 +136,16 @@ def _context_pieces(views: ContextViews, num_rows: int) -> Pieces | None:
 def _build_context_pieces(views: ContextViews, num_rows: int) -> Pieces | None:
     """Build the result of `_context_pieces`; None if a document is split."""
     pieces: list[Piece] = []
-    if not views.within_documents:
+    if views.within_documents:
+        for row in range(num_rows):
+            documents = document_spans(views.ids[row])
+            if documents is None:
+                return None
+            pieces += _pieces_of_slices(views, slice(row, row + 1), list(documents.values()))
+    else:
         _, end = views.slices[-1]
         # All rows of the batch, each as one document, up to the last key that this rank's queries see.
         pieces += _pieces_of_slices(views, slice(0, num_rows), [(0, end)])
-        return Pieces(tuple(pieces), each_key_once=False)
-    for row in range(num_rows):
-        documents = document_spans(views.ids[row])
-        if documents is None:
-            return None
-        pieces += _pieces_of_slices(views, slice(row, row + 1), list(documents.values()))
     return Pieces(tuple(pieces), each_key_once=False)
 
 

@@ -12,10 +12,9 @@ import torch.distributed as dist
 
 from .._torch import onednn_is_there
 from ..seeds import derive_seed
-from . import current as _current
 from .building import after_each_layer, built_with
 from .cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_losses
-from .current import ParallelContext, defer_init, parallel_context, skip_init
+from .current import ParallelContext, current_mesh, defer_init, make_context, parallel_context, set_context, skip_init
 from .data import broadcast_data
 from .dropout import Stream
 from .fused_rows import FusedRows
@@ -107,13 +106,13 @@ def initialize_model_parallel(
     data_size = world_size // replica_ranks  # includes context-parallel ranks, which hold copies of the weights, too
     topology = Topology(stages, data_size, model_parallel_size, context_parallel_size, expert_parallel_size)
     mesh = Mesh.build(topology)
-    _current.set_context(_current.make_context(mesh, options, seed))
+    set_context(make_context(mesh, options, seed))
     return mesh
 
 
 def destroy_model_parallel() -> None:
     """Forget the current mesh; its torch process groups stay open."""
-    _current.set_context(None)
+    set_context(None)
 
 
 def get_mesh() -> Mesh:
@@ -121,17 +120,17 @@ def get_mesh() -> Mesh:
 
     Raises RuntimeError if several ranks run and `initialize_model_parallel` has not been called.
     """
-    return _current.current_mesh()
+    return current_mesh()
 
 
 def get_options() -> Options:
     """Return the options that layers built now would use."""
-    return _current.parallel_context().options
+    return parallel_context().options
 
 
 def get_rng() -> RngStreams:
     """Return the dropout streams that layers built now would draw from."""
-    return _current.parallel_context().rng
+    return parallel_context().rng
 
 
 def sequence_axis() -> Axis:
@@ -139,17 +138,17 @@ def sequence_axis() -> Axis:
 
     With sequence parallelism this is the model axis, otherwise an axis of this rank alone.
     """
-    return _current.parallel_context().sequence
+    return parallel_context().sequence
 
 
 def context_axis() -> Axis:
     """Return the context-parallel axis: the ranks that hold different tokens of the same samples."""
-    return _current.current_mesh().context
+    return current_mesh().context
 
 
 def get_topology() -> Topology:
     """Return the (pipe, data, model) grid of all ranks."""
-    return _current.current_mesh().topology
+    return current_mesh().topology
 
 
 # Old name -> new name.

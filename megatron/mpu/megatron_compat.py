@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ..seeds import derive_seed
-from . import current as _current
+from .current import current_mesh, is_initialized, parallel_context
 from .data import default_device
 from .random import RngStreams
 
@@ -53,17 +53,17 @@ def split_tensor_along_last_dim(
 
 def is_unitialized() -> bool:
     """Return whether `initialize_model_parallel` has not been called yet; the spelling is Megatron-LM's."""
-    return not _current.is_initialized()
+    return not is_initialized()
 
 
 def set_model_parallel_rank(rank: int) -> None:
     """Do nothing if `rank` is this process's model-parallel rank. Raises RuntimeError otherwise."""
-    _check_unchanged("set_model_parallel_rank", rank, _current.current_mesh().model.rank)
+    _check_unchanged("set_model_parallel_rank", rank, current_mesh().model.rank)
 
 
 def set_model_parallel_world_size(world_size: int) -> None:
     """Do nothing if `world_size` is the number of model-parallel ranks. Raises RuntimeError otherwise."""
-    _check_unchanged("set_model_parallel_world_size", world_size, _current.current_mesh().model.size)
+    _check_unchanged("set_model_parallel_world_size", world_size, current_mesh().model.size)
 
 
 def _check_unchanged(name: str, wanted: int, actual: int) -> None:
@@ -89,18 +89,18 @@ class RngTracker:
         are on this rank. With a name for each layer (`fork(f"layers.{i}.mlp")`), masks do not depend on the stages.
         Without a name, each pipeline stage has a stream of its own, as in Megatron-LM.
         """
-        context = _current.parallel_context()
+        context = parallel_context()
         if name is None:
             name = f"model-parallel-rng.{context.mesh.pipe.rank}"
         return context.rng.fork(name, default_device(context.mesh.replica), split=True)
 
     def get_states(self) -> Any:
         """Return the state of all streams, which DeepSpeed's activation checkpointing saves before a forward pass."""
-        return _current.parallel_context().rng.get_state()
+        return parallel_context().rng.get_state()
 
     def set_states(self, states: Any) -> None:
         """Continue from `states`, as DeepSpeed's activation checkpointing does before it repeats a forward pass."""
-        _current.parallel_context().rng.set_state(states)
+        parallel_context().rng.set_state(states)
 
     def add(self, name: str, seed: int) -> None:
         """Raise RuntimeError: streams need no registration."""
@@ -117,7 +117,7 @@ def get_cuda_rng_tracker() -> RngTracker:
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
     """Seed torch's generators with `seed`, and this rank's dropout streams with a seed derived from `seed`."""
-    rng = _current.parallel_context().rng
+    rng = parallel_context().rng
     rng.seed = derive_seed(seed, "dropout")
     rng.begin(rng.iteration)
     torch.manual_seed(seed)  # This call comes last, because `begin` also seeds torch's generators.
@@ -130,6 +130,6 @@ def checkpoint(function: Callable[..., Any], *args: Any, rng: RngStreams | None 
     al. 2016, with the replay of Megatron-LM). torch's non-reentrant checkpoint is used, so inputs need not require
     gradients. rng: the dropout streams; by default this rank's.
     """
-    rng_streams = rng or _current.parallel_context().rng
+    rng_streams = rng or parallel_context().rng
     contexts = rng_streams.contexts
     return torch_checkpoint(function, *args, use_reentrant=False, context_fn=contexts)

@@ -38,8 +38,7 @@ class TimeLeft:
     The estimate includes the time of evaluations and saves, but not of the startup.
     """
 
-    def __init__(self) -> None:
-        self._first: tuple[int, float] | None = None
+    _first: tuple[int, float] | None = None  # samples and time of the first log line
 
     def estimate(self, done: int, total: int, seconds: float, now: float | None = None) -> float:
         """Return the remaining seconds after `done` of the `total` samples of the run.

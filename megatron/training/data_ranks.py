@@ -97,6 +97,8 @@ def read_batches(
     sampler = ConsecutiveSampler(
         train.batch_size, gas or train.gas, share.rank, share.size, consumed_samples, should_skip
     )
-    is_remote = any(map(is_url, corpora_of_run(config)))
-    loader = build_loader(dataset, sampler, config.data.num_workers, is_remote, train.seed)
+    # Threads cannot give each sample of a user's data set its own random numbers, as they share the generators.
+    is_builtin = type(dataset).__module__.startswith("megatron.")
+    read_ahead = is_builtin and any(map(is_url, corpora_of_run(config)))
+    loader = build_loader(dataset, sampler, config.data.num_workers, read_ahead, train.seed)
     return iter(loader)

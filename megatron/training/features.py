@@ -11,6 +11,7 @@ from ..config import Config
 from ..config.feature_table import TABLE
 from ..ranks.errors import RunError
 from ..ranks.rank_0 import print_rank_0
+from ..rows import parse_row
 from .feature import Feature, Interval
 
 if TYPE_CHECKING:
@@ -95,10 +96,12 @@ def _check_entries(name: str, kind: str, entries: Any, allow_nan: bool) -> None:
         if not isinstance(entries, dict):
             raise TypeError(f"it is {entries!r}, not a dict")
         json.dumps(entries, allow_nan=allow_nan)
+        if kind == "row":  # its entries become part of a line of metrics.jsonl
+            parse_row(json.dumps({**entries, "iteration": 0, "split": "row"}))
     except (TypeError, ValueError) as error:
         raise RunError(
-            f"the feature {name} has a {kind} that JSON cannot hold: {error}; return numbers, texts, lists and dicts, "
-            "and None in place of infinity and NaN"
+            f"the feature {name} has a {kind} that a run cannot write: {error}; return numbers, texts, lists and "
+            "dicts, and None in place of infinity and NaN"
         ) from None
 
 

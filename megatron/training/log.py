@@ -182,14 +182,15 @@ class TrainingLog(Feature):
         }
         for name, values in self.aux_losses.items():
             if values:
-                row[name] = torch.stack(values).mean().item()
+                means = torch.stack(values)
+                row[name] = means[means.isfinite()].mean().item()  # as for lm_loss, the mean of the finite values
         if len(run.batch_schedule.sizes) > 1:
             row["global_batch"] = self.batch_samples
         if self.spikes:
             row["spikes"] = self.spikes
         if self.skipped_by_flag:
             row["passed_over"] = self.skipped_by_flag
-        if not self.samples:  # all iterations were skipped, so there is no loss
+        if not self.losses and not self.skipped:  # all iterations were skipped by flags, so there is no loss
             del row["lm_loss"]
             del row["grad_norm"]
         return row

@@ -37,7 +37,8 @@ def t5_lengths(dataset: Any) -> Lengths | None:
 
 def stage_begins(dataset: Any) -> Sequence[int]:
     """Return the number of the first sample of each data stage; empty for a data set without stages."""
-    begins: Sequence[int] = getattr(dataset, "begins", ())
+    is_builtin = type(dataset).__module__.startswith("megatron.")  # others may use the name for something else
+    begins: Sequence[int] = getattr(dataset, "begins", ()) if is_builtin else ()
     return begins
 
 

@@ -126,7 +126,8 @@ def averaged_entries(readers: Sequence[CheckpointReader], weights: Sequence[floa
 def _copy_tokenizer(checkpoint: Path, output: Path) -> None:
     """Copy the tokenizer that a run has put beside its checkpoints or into its run directory, if there is one."""
     for folder in (checkpoint.parent, checkpoint.parent.parent):
-        if (folder / TOKENIZER).is_dir():
+        is_run = folder == checkpoint.parent or checkpoint.parent.name == "checkpoints"
+        if is_run and (folder / TOKENIZER).is_dir():
             copy_folder(folder / TOKENIZER, output / TOKENIZER)
             return
 
@@ -151,7 +152,7 @@ def _checkpoints_to_average(args: argparse.Namespace) -> list[Path]:
     """Return the checkpoints to average, oldest first."""
     if args.last is not None:
         return newest_checkpoints(args.load[0], args.last)
-    return [find_checkpoint(load) for load in args.load]
+    return list(map(find_checkpoint, args.load))
 
 
 def _write_average(args: argparse.Namespace, output: Path, paths: Sequence[Path]) -> None:

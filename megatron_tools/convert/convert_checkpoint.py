@@ -292,6 +292,8 @@ def _check_flags(args: argparse.Namespace, is_export: bool) -> None:
         raise ValueError(
             "give one of --load (a run to export or upcycle), --from-hf and --from-megatron (a folder to import)"
         )
+    if args.upcycle is not None and args.vocab_file:
+        raise ValueError("--vocab-file has no effect with --upcycle, which keeps the tokenizer of the run")
     dependent_flags = {
         "from_megatron": ("checkpoint_version", "num_layers", "num_attention_heads"),
         "load": ("upcycle", "ema"),

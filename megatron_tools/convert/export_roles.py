@@ -76,12 +76,13 @@ def tokenizer_settings(tokenizer: Tokenizer, vocab_path: Path, positions: int | 
             kept[key] = value
     # What the source folder gives is kept. Our tokenizer only fills in what is missing.
     exported = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **kept}
-    exported.setdefault("eos_token", name_of_id[tokenizer.eod])
+    # A token of text has no name in `marks`.
+    exported.setdefault("eos_token", name_of_id.get(tokenizer.eod) or tokenizer.decode([tokenizer.eod]))
     pad_name = pad_token_name(tokenizer, vocab_path)
     if pad_name is not None:
         exported.setdefault("pad_token", pad_name)
     if tokenizer.start:
-        exported.setdefault("bos_token", name_of_id[tokenizer.start[0]])
+        exported.setdefault("bos_token", name_of_id.get(tokenizer.start[0]) or tokenizer.decode(tokenizer.start[:1]))
     if read_tokenizer_class(vocab_path).startswith("Llama"):  # other tokenizer classes pad on the right by default
         exported.setdefault("padding_side", "left")
     if positions is not None:

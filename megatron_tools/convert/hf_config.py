@@ -107,7 +107,15 @@ def read_config(content: Values, where: Path) -> dict[str, Any]:
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(f"{where}: model_type is {model_type!r}; only {', '.join(FAMILIES)} can be converted")
     family = FAMILIES[model_type]
-    _check_architectures(content, family, where)
+    architectures = content.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise ValueError(f"{where}: architectures must be a list of names, not {architectures!r}")
+    for name in architectures:
+        if name not in family.architectures:
+            raise ValueError(
+                f"{where}: architectures names {name}; for model_type {model_type}, only "
+                f"{' and '.join(family.architectures)} can be converted"
+            )
     values = dict(family.defaults)
     set_by: dict[str, str] = {}  # key of the family -> the key or alias in the file that has set it
     for key, value in content.items():
@@ -138,19 +146,6 @@ def read_config(content: Values, where: Path) -> dict[str, Any]:
     if "scale_decoder_outputs" in set_by:
         values["scale_decoder_outputs"] = bool(values["scale_decoder_outputs"])
     return values | {"model_type": model_type}
-
-
-def _check_architectures(content: Values, family: Family, where: Path) -> None:
-    """Raise ValueError if config.json names a model class that is not one of its family."""
-    architectures = content.get("architectures") or []
-    if not isinstance(architectures, list):
-        raise ValueError(f"{where}: architectures must be a list of names, not {architectures!r}")
-    for name in architectures:
-        if name not in family.architectures:
-            raise ValueError(
-                f"{where}: architectures names {name}; for model_type {content['model_type']}, only "
-                f"{' and '.join(family.architectures)} can be converted"
-            )
 
 
 def unread_keys(content: Values) -> list[str]:

@@ -161,7 +161,7 @@ class HFTensorReader:
 
     def shapes(self) -> list[list[int]]:
         """Return the shapes of all tensors in the folder's files."""
-        files = [self._open(name) for name in sorted(set(self._file_of.values()))]
+        files = list(map(self._open, sorted(set(self._file_of.values()))))
         return [file.get_slice(name).get_shape() for file in files for name in file.keys()]  # noqa: SIM118
 
     def contains(self, name: str) -> bool:
@@ -373,5 +373,5 @@ class HFModelFolder:
         matches = {match.our_name: match for match in self.matches}
         for name, parameter in global_parameters(model):
             match = matches[name]
-            value = match.join([self.tensors.read(each) for each in match.their_names])
+            value = match.join(list(map(self.tensors.read, match.their_names)))
             mpu.spec_of(parameter).put(value, parameter)

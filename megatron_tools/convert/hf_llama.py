@@ -23,7 +23,7 @@ _COMMON_DEFAULTS = {
     "tie_word_embeddings": False, "attention_dropout": 0.0, "rope_theta": None, "rope_scaling": None,
     "rope_parameters": None,
     "pad_token_id": None, "head_dim": None, "is_encoder_decoder": False,
-    "decoder_start_token_id": None,
+    "decoder_start_token_id": None, "vocab_size": 32000, "eos_token_id": 2,
 }  # fmt: skip
 _QWEN_DEFAULTS = {
     **_COMMON_DEFAULTS, "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32,
@@ -33,21 +33,21 @@ _QWEN_DEFAULTS = {
 }  # fmt: skip
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {
-        **_COMMON_DEFAULTS, "vocab_size": 32000, "intermediate_size": 11008, "num_key_value_heads": None,
+        **_COMMON_DEFAULTS, "intermediate_size": 11008, "num_key_value_heads": None,
         "max_position_embeddings": 2048,
-        "attention_bias": False, "mlp_bias": False, "eos_token_id": 2,
+        "attention_bias": False, "mlp_bias": False,
     },
     "qwen2": _QWEN_DEFAULTS,
     "qwen3": {**_QWEN_DEFAULTS, "head_dim": 128, "attention_bias": False},
     "mistral": {
-        **_COMMON_DEFAULTS, "vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8,
+        **_COMMON_DEFAULTS, "intermediate_size": 14336, "num_key_value_heads": 8,
         "max_position_embeddings": 131072,
-        "sliding_window": 4096, "layer_types": None, "eos_token_id": 2,
+        "sliding_window": 4096, "layer_types": None,
     },
     "mixtral": {
-        **_COMMON_DEFAULTS, "vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8,
+        **_COMMON_DEFAULTS, "intermediate_size": 14336, "num_key_value_heads": 8,
         "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
-        "sliding_window": None, "eos_token_id": 2, **EXPERT_DEFAULTS["mixtral"],
+        "sliding_window": None, **EXPERT_DEFAULTS["mixtral"],
     },
     "qwen2_moe": {
         **_QWEN_DEFAULTS, "num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 16,

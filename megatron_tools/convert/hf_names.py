@@ -41,12 +41,6 @@ def _transposed(match: Match) -> Match:
     return Match(match.our_name, match.their_names, split, join)
 
 
-def _stacked_heads(ours: str, theirs: str, heads: int) -> Match:
-    """Match two fused tensors: ours has the rows q, k and v of each head in turn, theirs all q, then all k, all v."""
-    # Two heads: our rows q0 k0 v0 q1 k1 v1 are q0 q1 k0 k1 v0 v1 in Hugging Face's tensor.
-    return Match(ours, (theirs,), lambda t: [swap_order(t, heads, 3)], lambda tensors: swap_order(tensors[0], 3, heads))
-
-
 def swap_order(rows: Tensor, outer: int, inner: int) -> Tensor:
     """Return the rows of a fused tensor, which are `outer` groups of `inner` parts, as `inner` groups of `outer` parts.
 
@@ -152,6 +146,7 @@ def gpt2_matches(m: ModelConfig) -> Matches:
     """Yield one Match for each parameter of a GPT-2 besides the output matrix."""
     yield Match("embedding.word_embeddings.weight", ("transformer.wte.weight",))
     yield Match("position_embedding.weight", ("transformer.wpe.weight",))
+    heads = m.num_attention_heads
     names = {"attention.dense": "attn.c_proj", "mlp.dense_h_to_4h": "mlp.c_fc", "mlp.dense_4h_to_h": "mlp.c_proj"}
     for layer in range(m.num_layers):
         our_layer = f"layers.{layer}"
@@ -159,8 +154,15 @@ def gpt2_matches(m: ModelConfig) -> Matches:
         for kind in ("weight", "bias"):
             yield Match(f"{our_layer}.input_layernorm.{kind}", (f"{hf_layer}.ln_1.{kind}",))
             yield Match(f"{our_layer}.post_attention_layernorm.{kind}", (f"{hf_layer}.ln_2.{kind}",))
-            our_qkv = f"{our_layer}.attention.query_key_value.{kind}"
-            linear_layers = [_stacked_heads(our_qkv, f"{hf_layer}.attn.c_attn.{kind}", m.num_attention_heads)]
+            # Our fused tensor has the rows q, k and v of each head in turn, theirs all q, then all k, all v. Two heads:
+            # our rows q0 k0 v0 q1 k1 v1 are q0 q1 k0 k1 v0 v1 in Hugging Face's tensor.
+            qkv = Match(
+                f"{our_layer}.attention.query_key_value.{kind}",
+                (f"{hf_layer}.attn.c_attn.{kind}",),
+                lambda tensor: [swap_order(tensor, heads, 3)],
+                lambda tensors: swap_order(tensors[0], 3, heads),
+            )
+            linear_layers = [qkv]
             for ours, theirs in names.items():
                 linear_layers.append(Match(f"{our_layer}.{ours}.{kind}", (f"{hf_layer}.{theirs}.{kind}",)))
             # GPT-2's matrices are transposed. Its biases are vectors and stay as they are.

@@ -77,7 +77,7 @@ def _from_sentencepiece(tokenizer: SentencePieceTokenizer) -> Any | None:
     hf_tokenizer.decoder = decoders.Sequence([decoders.Replace(MARK, " "), decoders.ByteFallback(), decoders.Fuse()])
     # Both libraries match user-defined symbols before all other pieces. A symbol with a space is found only after
     # normalisation, which replaces each space by U+2581.
-    user_defined = [sp.id_to_piece(i) for i in facts.ids_of_type(USER_DEFINED)]
+    user_defined = list(map(sp.id_to_piece, facts.ids_of_type(USER_DEFINED)))
     has_space = MARK in "".join(user_defined)
     symbols = [tokenizers.AddedToken(piece, normalized=has_space) for piece in user_defined]
     hf_tokenizer.add_tokens(symbols)
@@ -172,7 +172,7 @@ def _is_like_t5(tokenizer: SentencePieceTokenizer) -> bool:
 
 def _longest_runs(tokenizer: SentencePieceTokenizer) -> dict[str, int]:
     """Return {character: length of the longest piece that consists only of this character, such as `===`}."""
-    pieces = (tokenizer._sp.id_to_piece(i) for i in range(tokenizer.vocab_size))
+    pieces = map(tokenizer._sp.id_to_piece, range(tokenizer.vocab_size))
     runs = [piece for piece in pieces if len(piece) > 1 and len(set(piece)) == 1]
     # Longer runs come later, and replace the shorter ones of their character.
     return {run[0]: len(run) for run in sorted(runs, key=len)}

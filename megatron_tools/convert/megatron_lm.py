@@ -94,7 +94,7 @@ class RankFiles:
             first_paths = list(rank_paths.values())[:1]
             headers = list(map(load_plain, first_paths))
         saved_args = headers[0].get("args") if headers else None
-        self.settings: dict[str, Any] = vars(saved_args) if isinstance(saved_args, argparse.Namespace) else {}
+        self.settings = vars(saved_args) if isinstance(saved_args, argparse.Namespace) else {}
         # A stage's file holds all its layers, but of files by layer the last ones may be missing.
         is_complete = not self.is_by_layer or _is_full_cpm_pretrain(stages, block_stages)
         self._check_layers(layers, is_complete)

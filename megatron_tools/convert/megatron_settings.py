@@ -1,6 +1,5 @@
 """Convert the arguments saved in a Megatron-LM checkpoint to this project's settings. Refuses unsupported ones."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from megatron.config import Config
@@ -58,7 +57,7 @@ def settings_from_megatron(source: RankFiles, given_heads: int | None) -> dict[s
         "max_position_embeddings": positions,
         "seq_length": positions,
         "vocab_size": vocab_rows,
-        "activation": _activation(saved_args, str(folder)),
+        "activation": _activation(source),
         "layernorm_epsilon": _saved_number(source, 1e-5, "layernorm_epsilon", "norm_epsilon"),
         "hidden_dropout": _saved_number(source, 0.1, "hidden_dropout"),
         "attention_dropout": _saved_number(source, 0.1, "attention_dropout"),
@@ -84,16 +83,17 @@ def _attention_heads(source: RankFiles, given_heads: int | None) -> int:
     return num_heads
 
 
-def _activation(saved_args: Mapping[str, Any], where: str) -> str:
+def _activation(source: RankFiles) -> str:
     """Return this project's name of Megatron-LM's GELU: `gelu` if it is computed with erf, else `gelu-tanh`."""
+    saved_args = source.settings
     if saved_args.get("openai_gelu"):
         return "gelu-tanh"
     onnx_safe = saved_args.get("onnx_safe")
     fuses_bias = saved_args.get("bias_gelu_fusion")
     if onnx_safe and fuses_bias:
         raise ValueError(
-            f"{where}: onnx_safe and bias_gelu_fusion are both set, and versions of Megatron-LM differ in which one "
-            f"they follow; save the checkpoint again with only the one that applies"
+            f"{source.folder}: onnx_safe and bias_gelu_fusion are both set, and versions of Megatron-LM differ in "
+            f"which one they follow; save the checkpoint again with only the one that applies"
         )
     # By default, Megatron-LM fuses bias and GELU in a kernel with tanh. Both flags lead to its GELU with erf.
     return "gelu" if onnx_safe or fuses_bias is False else "gelu-tanh"

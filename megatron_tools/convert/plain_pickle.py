@@ -70,11 +70,6 @@ _NUMPY: list[tuple[Callable[..., Any], str]] = [
 ]
 
 
-def _enum_value(value: Any) -> Any:
-    """Return the value of an enum's member, in place of the member."""
-    return value
-
-
 def load_plain(path: Path) -> Mapping[str, Any]:
     """Load a pickled checkpoint: tensors, plain values, and the settings and random states that Megatron-LM saves.
 
@@ -91,9 +86,9 @@ def load_plain(path: Path) -> Mapping[str, Any]:
         except pickle.UnpicklingError as error:
             requested = re.search(r"GLOBAL ([\w.]+)", str(error))
             # torch names the first object that it refuses. If it is a harmless enum, allow it and load the file again,
-            # until nothing else is refused.
+            # until nothing else is refused. The function puts the value of a member in place of the member.
             if requested and _ENUM.fullmatch(requested[1]):
-                with torch.serialization.safe_globals([(_enum_value, requested[1])]):
+                with torch.serialization.safe_globals([(lambda value: value, requested[1])]):
                     return load_plain(path)
             reason = f"requests {requested[1]}" if requested else _reason_of_rejection(path)
             raise ValueError(f"{path} {reason} {refusal}") from None

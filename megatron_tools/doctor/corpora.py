@@ -149,7 +149,7 @@ def _check_tokens(prefix: str, dataset: Any, config: Config) -> Findings:
     if not config.data.data_path or config.objective not in ("lm", "prefix-lm"):
         return
     needed = config.data.seq_length + 1
-    counts = dict[str, int]()  # name of a split -> number of its tokens
+    counts = {}  # name of a split -> number of its tokens
     shares = parse_split(config.data.split)
     documents_of_parts = split_documents(shares, dataset.num_documents)
     for part, share, documents in zip(PARTS, shares, documents_of_parts, strict=True):

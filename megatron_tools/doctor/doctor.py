@@ -204,7 +204,12 @@ class Examination:
         self.tokenizer = task_of(config).extended(
             config, load_tokenizer(config.data.vocab_file, config.data.tokenizer_type)
         )
-        yield ok("tokenizer", f"{config.data.vocab_file}: {self.tokenizer.vocab_size} tokens")
+        size = config.model.vocab_size or self.tokenizer.vocab_size
+        text = f"{config.data.vocab_file}: {self.tokenizer.vocab_size} tokens"
+        if size < self.tokenizer.vocab_size:
+            yield failed("tokenizer", f"{text}, more than --vocab-size {size}", "raise --vocab-size or leave it out")
+        else:
+            yield ok("tokenizer", text)
 
     def _size_and_resume(self, config: Config) -> Findings:
         """Estimate the memory, and check the disk and the checkpoint to resume from."""
@@ -295,6 +300,13 @@ def build_parser() -> Parser:
 def main(argv: Sequence[str]) -> int:
     parser = build_parser()
     args, flags = parser.parse_known_args(list(argv))
+    if args.cluster:
+        from megatron_tools.plan.cluster import load_cluster
+
+        try:
+            load_cluster(args.cluster)
+        except ValueError as error:
+            parser.error(f"--cluster: {error}")
     findings = list[Finding]()
     counts: Counter[str] = Counter()
     for finding in Examination(args, flags).findings():

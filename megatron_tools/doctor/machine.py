@@ -132,7 +132,7 @@ def check_hidden_package(ours: Path, paths: Sequence[str]) -> Findings:
     ours: folder of this project's package.
     """
     other_packages = []
-    hiding_packages = []
+    hides_ours = False
     precedes_ours = True  # Python imports the first package that it finds
     for entry in paths:
         folder = Path(entry or ".", "megatron")  # an empty entry is the working directory
@@ -142,12 +142,11 @@ def check_hidden_package(ours: Path, paths: Sequence[str]) -> Findings:
             precedes_ours = False
         elif (folder / "__init__.py").is_file():  # a folder without __init__.py hides no package
             other_packages.append(folder)
-            if precedes_ours:
-                hiding_packages.append(folder)
-    if hiding_packages:
+            hides_ours |= precedes_ours
+    if hides_ours:
         yield failed(
             "package megatron",
-            f"{hiding_packages[0]} precedes this project's package in Python's path and hides it",
+            f"{other_packages[0]} precedes this project's package in Python's path and hides it",
             "uninstall that package (pip uninstall megatron-core), remove its folder from PYTHONPATH or use another "
             "environment",
         )

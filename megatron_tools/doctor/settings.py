@@ -98,6 +98,7 @@ def check_memory(
     resolved: result of `resolve_settings`. ranks_here: number of ranks on a machine, None if unknown.
     device_bytes: memory of an accelerator, None if ranks run on the CPU.
     """
+    from megatron.config.ds_config import offloaded_part
     from megatron.config.parallel import SCHEDULES
     from megatron.estimate.per_rank import rank_memory
     from megatron.estimate.sizes import parameters, stages_of
@@ -116,7 +117,7 @@ def check_memory(
         yield ok("memory", "the memory was not estimated: a custom model")
         return
     zero_config = resolved.deepspeed.get("zero_optimization", {})
-    if any(name.startswith("offload") for name in zero_config):
+    if offloaded_part(zero_config):
         yield ok("memory", "the memory was not estimated: the ds_config enables offloading")
         return
     # Memory is counted as on accelerators if there is a device, else as on CPUs.

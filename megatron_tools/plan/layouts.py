@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.config import Config
 from megatron.config.command_line import with_values
-from megatron.config.ds_config import Resolved, read_file, resolve
+from megatron.config.ds_config import Resolved, offloaded_part, read_file, resolve
 from megatron.config.fields import ConfigError
 from megatron.estimate.per_rank import Memory, rank_memory
 from megatron.estimate.sizes import Stage, parameters, stages_of
@@ -146,11 +146,9 @@ def _search_space(request: SearchRequest) -> dict[str, list[Any]]:
     """
     c = request.config
     zero_section = read_file(c, lambda section, content: None).get("zero_optimization", {})
-    for name in ("offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_param"):
-        value = zero_section.get(name)
-        is_off = value.get("device", "none") == "none" if isinstance(value, dict) else not value
-        if not is_off:
-            raise ValueError(f"memory with offloading is not estimated: leave {name} out of the --deepspeed-config")
+    name = offloaded_part(zero_section)
+    if name:
+        raise ValueError(f"memory with offloading is not estimated: leave {name} out of the --deepspeed-config")
     num_layers = c.model.num_layers
     if c.is_t5:
         num_layers += c.model.decoder_layers

@@ -14,7 +14,6 @@ from megatron.config.ds_config import batch_sizes, read_file
 from .layouts import Layout
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-FAMILIES = ("gpt2", "llama", "t5")  # families with an entry script
 
 
 def write_files(layout: Layout, folder: str, tokens: float | None) -> list[Path]:
@@ -22,7 +21,7 @@ def write_files(layout: Layout, folder: str, tokens: float | None) -> list[Path]
 
     Raises ValueError for a model family without an entry script.
     """
-    if layout.config.model.family not in FAMILIES:
+    if layout.config.model.family not in DEFAULTS:  # the families with an entry script
         raise ValueError("there is no entry script for a model without --family gpt2, llama or t5; omit --write")
     target_dir = Path(folder)
     target_dir.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,6 @@ import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -94,7 +93,7 @@ def activation_changes(config: Config, steps: int) -> Sizes:
     inputs = (tokens, tokens) if config.is_t5 else (tokens,)
     outputs: defaultdict[str, list[Tensor]] = defaultdict(list)
     _register_hooks(model, outputs)
-    first_outputs: dict[str, list[Tensor]] = {}
+    first_outputs = {}
     # The last round measures the trained model and updates nothing.
     for step in range(steps + 1):
         outputs.clear()
@@ -165,7 +164,7 @@ def growth_exponent(widths: Sequence[int], sizes: Sequence[float]) -> float:
     return statistics.linear_regression(log_widths, log_sizes).slope
 
 
-def draw_changes(path: Path, widths: Sequence[int], changes: Mapping[bool, Sequence[Sizes]], steps: int) -> None:
+def draw_changes(path: str, widths: Sequence[int], changes: Mapping[bool, Sequence[Sizes]], steps: int) -> None:
     """Draw the sizes over the width, without and with muP. Raises ValueError without matplotlib."""
     figure = new_figure("--output", figsize=(8.4, 3.8), dpi=150)
     panels = figure.subplots(1, 2, sharey=True)
@@ -211,5 +210,5 @@ def main(args: argparse.Namespace) -> None:
                 cells += f"{size:>10.4f}"
             print(f"{label:<4} {kind:<16}{cells}  {growth_exponent(widths, sizes):+8.2f}")
     if args.output:
-        draw_changes(Path(args.output), widths, changes, args.steps)
+        draw_changes(args.output, widths, changes, args.steps)
         print(f"figure -> {args.output}")

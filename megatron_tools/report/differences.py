@@ -25,7 +25,7 @@ class Setting(NamedTuple):
 
 def compare_settings(configs: Sequence[Config]) -> list[Setting]:
     """Return every setting with its values in the runs, in the order of `--help`."""
-    settings_of_runs: list[dict[str, dict[str, Any]]] = [config.to_dict() for config in configs]
+    settings_of_runs = [config.to_dict() for config in configs]
     settings = []
     for section, defaults in Config().to_dict().items():
         for name, default in defaults.items():

@@ -96,7 +96,7 @@ def build_parser() -> Parser:
         default=0,
         help="for 1f1b: a value of N multiplies the number of warm-up forward passes by 1 + N (default: 0)",
     )
-    add("--chunks", type=int, default=1, help="layer chunks per stage, for interleaved schedules (default: 1)")
+    add("--chunks", type=positive_int, default=1, help="layer chunks per stage, for interleaved schedules (default: 1)")
     add("--stages", type=positive_int, help="pipeline stages")
     add("--micros", type=positive_int, help="micro-batches per step")
     add("--forward", type=positive_float, default=1.0, help="duration of a forward pass (default: 1)")

@@ -5,7 +5,6 @@ SVG figures need no package, PNG figures need matplotlib.
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from data_utils.cli import new_figure, save_figure
 from megatron.atomic import write_text
@@ -93,7 +92,7 @@ def _bar(span: Span, scale: float, y: int) -> str:
     return f'<rect x="{x:.1f}" y="{y}" width="{max(w - 1, 0.5):.1f}" height="26" rx="3" fill="{colour}"/>{number}'
 
 
-def write_png(path: str | Path, rows: Rows, stages: int, unit: str) -> None:
+def write_png(path: str, rows: Rows, stages: int, unit: str) -> None:
     """Write the figure as PNG. Raises ValueError without matplotlib."""
     factor = 1e3 if unit == "ms" else 1.0
     # 10 pixels separate timetables, and 60 are for axis and legend. 80 pixels make one inch.

@@ -14,13 +14,11 @@ class Iteration(NamedTuple):
     """The timeline of one iteration of one replica.
 
     seconds: time from the moment when the first of the stages begins the step to the moment when all have ended it.
-    begin: seconds from the start of the training step to the start of the first pass.
     spans: the forward and backward passes; their times count from the start of the first pass.
     """
 
     number: int
     seconds: float
-    begin: float
     spans: list[Span]
 
     @property
@@ -97,4 +95,4 @@ def _iteration(number: int, steps: dict[int, dict[str, Any]], stages: dict[int, 
         spans.append(
             Span(stage, pass_args["micro"], pass_args["chunk"], PASS_LETTERS[event["name"]], begin_seconds, end_seconds)
         )
-    return Iteration(number, (step_end - step_begin) / 1e6, (first_start - step_begin) / 1e6, spans)
+    return Iteration(number, (step_end - step_begin) / 1e6, spans)

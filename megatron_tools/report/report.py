@@ -142,7 +142,11 @@ def whole_page(runs: Sequence[RunData]) -> str:
 def _read_with_baselines(folder: Path, name: str) -> RunData:
     """Return a run with its unigram baselines. Raises ValueError for a folder that holds no run."""
     run_data = read_run(folder, name)
-    baselines = unigram_baselines(run_data.config, run_data.rows_of("train"))
+    try:
+        baselines = unigram_baselines(run_data.config, run_data.rows_of("train"))
+    except (ValueError, OSError) as error:  # the corpus or the tokenizer may be gone since the run
+        print(f"report.py: no unigram baseline of {folder}: {describe_error(error)}", file=sys.stderr, flush=True)
+        return run_data
     return replace(run_data, baselines=baselines)
 
 
@@ -164,7 +168,7 @@ def main(args: argparse.Namespace) -> None:
     if not run_paths:
         raise ValueError("give the folders of one or more runs")
     # A folder that is given twice is read once.
-    folders = list(map(Path, dict.fromkeys(run_paths)))
+    folders = list(dict.fromkeys(map(Path, run_paths)))
     names = short_names(folders)
     runs = [_read_with_baselines(folder, name) for folder, name in zip(folders, names, strict=True)]
     results = list(map(facts.result_facts, runs))

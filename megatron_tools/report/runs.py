@@ -127,14 +127,11 @@ class RunData:
             return "finished"
         if self.reason:
             return "failed"
-        return "running" if self._is_running(now) else "stopped"
-
-    def _is_running(self, now: float | None) -> bool:
         path = self.folder / LOCK_FILE
         if living_holder(path) is None:
-            return False
+            return "stopped"
         quiet_seconds = (now or time.time()) - self.metrics_time
-        return is_held(path) is True or quiet_seconds < QUIET_SECONDS
+        return "running" if is_held(path) is True or quiet_seconds < QUIET_SECONDS else "stopped"
 
     def axes(self) -> dict[str, list[float]]:
         """Return {"iteration": [...], "tokens": [...], "hours": [...]} for about MAX_AXIS_POINTS iterations.

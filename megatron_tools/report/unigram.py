@@ -49,7 +49,10 @@ def count_tokens(data_path: Sequence[str] | None, split: str, vocab_size: int) -
     def counts(part: range) -> Counts:
         # The tokens of the part's documents, which are contiguous.
         tokens = indexed.tokens[boundaries[part.start] : boundaries[part.stop]][:MAX_COUNTED_TOKENS]
-        return np.bincount(tokens, minlength=vocab_size)
+        found = np.bincount(tokens, minlength=vocab_size)
+        if len(found) > vocab_size > 0:
+            raise ValueError(f"{prefix} has larger token ids than the run's vocabulary, so it is another corpus")
+        return found
 
     return counts(train), counts(valid)
 

@@ -81,7 +81,6 @@ class Recorder:
         # pipe, data, model: this rank's index on each axis. share: (index, number of shares) of the samples that this
         # rank gets. kinds: module name -> class name. specs: parameter name -> its sharding.
         self.record: dict[str, Any] = {
-            "rank": dist.get_rank(),
             "pipe": mesh.pipe.rank,
             "data": mesh.data.rank,
             "model": mesh.model.rank,
@@ -194,7 +193,7 @@ class Recorder:
         if not self.losses:
             dtype = torch.promote_types(gradient.dtype, torch.float64)  # fp64, or complex128 for complex gradients
             value = gradient.detach().to(dtype).cpu()
-            self.gradients[name] = self.gradients[name] + value if name in self.gradients else value.clone()
+            self.gradients[name] = self.gradients.get(name, 0.0) + value
 
     def _train_batch(self, batches: Batches | None, lr: float, gas: int | None = None) -> StepResult:
         """Run a training step and record its loss; write everything after the last step."""

@@ -111,19 +111,17 @@ class Records:
 
         Gradients are recorded before any reduction, so only the trained weights show a missing reduction.
         """
-        fingerprints: dict[tuple[str, Any], set[int]] = defaultdict(set)
+        first_copies: dict[tuple[str, Any], int] = {}
+        unequal = set[str]()
         for rank in self.ranks:
             for name in rank["gradients"]:
                 spec = rank["specs"][name]
                 # Ranks hold copies of a replicated parameter; of a split one, only ranks with the same shard do.
                 shard_index = None if spec["dim"] is None else rank["model"]
-                # `trained` has a fingerprint of the bits of each weight after the last step. Equal copies add one,
-                # others more.
-                fingerprints[name, shard_index].add(rank["trained"][name])
-        unequal = set[str]()
-        for (name, _), values in fingerprints.items():
-            if len(values) > 1:
-                unequal.add(name)
+                # `trained` has a fingerprint of the bits of each weight after the last step.
+                copy = rank["trained"][name]
+                if first_copies.setdefault((name, shard_index), copy) != copy:
+                    unequal.add(name)
         return unequal
 
     def buffers(self) -> Tensors:

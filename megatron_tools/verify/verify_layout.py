@@ -89,7 +89,7 @@ def compare_layouts(args: argparse.Namespace) -> bool:
         raise ValueError(f"--tolerance {args.tolerance} must be between 0 and 1, such as 1e-4")
     refuse_layout_flags(args.flags)
     reference = read_layout(args.reference)
-    layouts = [read_layout(text) for text in args.layouts]
+    layouts = list(map(read_layout, args.layouts))
     if reference.ranks > 1:
         raise ValueError(
             f"--reference {args.reference!r} needs {reference.ranks} ranks, but must need only one; use pp 0 or pp 1"

@@ -40,7 +40,6 @@ class Beam:
         # `num_beams` of all.
         new_totals: list[float] = []
         parents: list[int] = []
-        new_tokens: list[int] = []
         sequences: list[list[int]] = []
         for place, (total, flat_index) in enumerate(zip(best_totals.tolist(), flat_indices.tolist(), strict=True)):
             # With v = 100, the flat index 205 is beam 2 followed by token 5.
@@ -52,12 +51,11 @@ class Beam:
             elif len(sequences) < self.num_beams:
                 new_totals.append(total)
                 parents.append(parent)
-                new_tokens.append(token)
                 sequences.append(sequence)
         self.results = self.best()
         self.totals = torch.tensor(new_totals)
         self.parents = torch.tensor(parents)
-        self.new_tokens = torch.tensor(new_tokens)
+        self.new_tokens = torch.tensor(sequences)[:, -1]
         self.sequences = sequences
 
         # Results and new beams are sorted, best first. The search is over if even the worst result (index -1) scores at

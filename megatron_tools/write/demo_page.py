@@ -112,7 +112,8 @@ def _click_handler(
         inputs = values[:num_inputs]
         settings = {}
         for (name, convert), value in zip(SETTING_TYPES.items(), values[num_inputs:], strict=True):
-            settings[name] = convert(value)
+            if value is not None:  # an emptied field
+                settings[name] = convert(value)
         try:
             for content in stream(writer, *inputs, with_settings(args, settings)):
                 yield text_cards(content, poems=stream is not stream_text), probability_bars(content)

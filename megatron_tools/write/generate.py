@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from megatron_tools.shapes import config_of_checkpoint
 from ..convert.hf_folder import HFModelFolder, is_hf_folder
 from .generation import Stages
 from .prompts import as_json, check_prompt_flags, prompt_encoder, read_prompts
-from .questions import Conversation, Question, decode_answer
+from .questions import Conversation, Prompt, Question, decode_answer
 from .writer import OnTokens, Writer, write_all
 
 
@@ -115,7 +116,8 @@ def print_texts(writer: Writer, args: argparse.Namespace) -> None:
     """Print the generated texts of each prompt after they are complete: in one line each for --input and --json."""
     # Other prompts come one by one, and each is answered before the next is read.
     batch_size = args.batch_size if args.input else 1
-    for prompt, texts in write_all(writer, read_prompts(args), args, batch_size):
+    prompts = valid_prompts(writer, args) if args.interactive else read_prompts(args)
+    for prompt, texts in write_all(writer, prompts, args, batch_size):
         if is_rank_0():
             # With --input, a line also has the fields of its prompt (--json), or no line breaks.
             prompt_fields = as_json(prompt) if args.input else {}
@@ -130,6 +132,18 @@ def print_texts(writer: Writer, args: argparse.Namespace) -> None:
             line = writer.top_lift(writer.question(prompt), args.top_lift)
             if is_rank_0():
                 print(f"    {line}", flush=True)
+
+
+def valid_prompts(writer: Writer, args: argparse.Namespace) -> Iterator[Prompt]:
+    """Yield the prompts that the model can answer, and report the others."""
+    for prompt in read_prompts(args):
+        try:
+            writer.question(prompt)
+        except ValueError as error:
+            if is_rank_0():
+                print(f"invalid prompt: {error}", file=sys.stderr, flush=True)
+            continue
+        yield prompt
 
 
 def stream_texts(writer: Writer, args: argparse.Namespace) -> None:

@@ -72,6 +72,8 @@ class PoemStepper:
         fitting = torch.full_like(logits, -torch.inf)
         for row, position in enumerate(self.positions):
             ids = self.allowed_at(position)
+            if not ids:
+                raise ValueError("the tokenizer has no token that fits the form of the poem")
             fitting[row, ids] = logits[row, ids]
         return fitting
 

@@ -104,19 +104,16 @@ def _fim_marks(names: list[str] | None, config: Config, tokenizer: Tokenizer) ->
     names = names or list(config.data.fim_tokens or ())
     if not names:
         return None
-    ids = []
     missing = []
     for name in names:
-        if name in tokenizer.marks:
-            ids.append(tokenizer.marks[name])
-        else:
+        if name not in tokenizer.marks:
             missing.append(name)
     if missing:
         known = ", ".join(tokenizer.marks)
         raise ValueError(
             f"--fim-tokens: {' and '.join(missing)} is not a special token of the tokenizer, which has {known}"
         )
-    prefix, middle, suffix = ids
+    prefix, middle, suffix = map(tokenizer.marks.__getitem__, names)
     return FIMTokens(
         prefix, middle, suffix, bos_inside=is_own_format, suffix_first=is_own_format and config.data.fim_spm_rate == 1
     )

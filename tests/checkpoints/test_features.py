@@ -328,7 +328,13 @@ class Endless(Feature):
 
 def _endless(folder: str, data: str, vocab_file: str) -> list[str]:
     found = []
-    for state, row in ({"best": math.inf}, {}), ({}, None), ({}, {"norm": torch.ones(())}):
+    for state, row in (
+        ({"best": math.inf}, {}),
+        ({}, None),
+        ({}, {"norm": torch.ones(())}),
+        ({}, {"accuracy": [0.5, 0.6]}),  # a resume could not read these two
+        ({}, {"samples": 128}),
+    ):
         feature = Endless(state, row)
         with (
             pytest.raises(RunError) as caught,
@@ -341,7 +347,7 @@ def _endless(folder: str, data: str, vocab_file: str) -> list[str]:
 
 def test_what_json_cannot_hold_is_refused_at_the_first_step(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     (words,) = on_ranks(1, _endless, str(tmp_path), tiny_data, vocab_file)
-    assert ["Endless has a state" in words[0], *("Endless has a row" in each for each in words[1:])] == [True] * 3
+    assert ["Endless has a state" in words[0], *("Endless has a row" in each for each in words[1:])] == [True] * 5
     assert not list(tmp_path.glob("checkpoints/iter_*"))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import tds
 from tds.pipe import TiedLayerSpec
 from tds.reducer import GradReducer
+from tds.sparse import sparse_weights
 from tests.support import covering, on_ranks
 
 TOKENS, WIDTH, MICROS, STEPS = 12, 4, 2, 4
@@ -196,3 +197,16 @@ def _functional() -> None:
 
 def test_rows_of_a_weight_that_is_no_embedding() -> None:
     on_ranks(2, _functional)
+
+
+def test_only_embeddings_have_sparse_gradients() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 4))
+            self.register_buffer("sparse", torch.ones(4, 4))
+
+    kept = nn.Embedding(4, 2, sparse=True)
+    bag = nn.EmbeddingBag(4, 2, sparse=True)
+    model = nn.ModuleList([Masked(), nn.Embedding(4, 2), kept, bag])
+    assert [id(weight) for weight in sparse_weights(model)] == [id(kept.weight), id(bag.weight)]

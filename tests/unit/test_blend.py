@@ -290,3 +290,15 @@ def test_a_corpus_that_is_twice_in_a_blend_is_refused(words: str, part: str, tmp
 def test_nothing_for_training() -> None:
     with pytest.raises(DatasetError, match=SENTENCES["no_training_data"]):
         build_datasets(lambda _: (10, lambda *_: None), "a", "0,1")
+
+
+def test_a_number_that_is_a_weight_and_a_corpus_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("2023", "2024"):
+        for end in (".bin", ".idx"):
+            (tmp_path / f"{name}{end}").touch()
+    with pytest.raises(DatasetError, match=r"\./2023"):
+        parse_blend(["2023", "2024"])
+    assert parse_blend(["./2023", "2024"]) == [(None, "./2023"), (None, "2024")]
+    assert parse_blend(["2023.0", "2024"]) == [("2023.0", "2024")]
+    assert parse_blend(["1", "2023", "2", "2024"]) == [("1", "2023"), ("2", "2024")]

@@ -162,6 +162,12 @@ def test_sentences(text: str, sentences: list[str]) -> None:
     assert split_sentences(text) == sentences
 
 
+def test_a_long_number_ends_a_sentence() -> None:
+    for digits in ("1381234567", "13812345678", "138123456789012"):
+        assert split_sentences(f"Please call {digits}. Then wait.") == [f"Please call {digits}. ", "Then wait."]
+    assert split_sentences("12. A point. Another") == ["12. A point. ", "Another"]
+
+
 @given(st.text(st.sampled_from("你好a.B !?。！？“”\n ）)1…；Dr"), max_size=80))
 @settings(max_examples=500, deadline=None)
 def test_sentences_joined_are_the_text(text: str) -> None:

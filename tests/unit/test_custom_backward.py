@@ -53,7 +53,11 @@ def test_biased_attention(samples: int) -> None:
         torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
 
 
-def test_biased_attention_in_bf16_is_as_near_as_rounding_lets_it_be() -> None:
+@pytest.mark.parametrize("has_amx", [False, True])
+def test_biased_attention_in_bf16_is_as_near_as_rounding_lets_it_be(
+    has_amx: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_attention_module, "has_amx_tiles", lambda: has_amx)
     inputs = _attention_inputs(torch.bfloat16)
     wide = tuple(x.detach().double().requires_grad_() for x in inputs)
     ours = torch.autograd.grad(block_attention(*inputs, None, 0.7).sum(), inputs)
@@ -188,10 +192,12 @@ SHAPES = [(2, 4, 4, 200, 200, 16), (1, 4, 2, 130, 130, 32), (3, 6, 1, 70, 90, 8)
 
 @pytest.mark.parametrize("limits", [{}, {"MAX_SCORES": 1, "MIN_QUERIES": 33, "MAX_CAUSAL_QUERIES": 20}])
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("has_amx", [False, True])
 def test_attention_in_blocks_in_bf16_only_rounds(
-    shape: tuple[int, ...], limits: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    has_amx: bool, shape: tuple[int, ...], limits: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With grouped heads, hidden keys and blocks of any size, no result is further off than bf16's 8 bits explain."""
+    monkeypatch.setattr(block_attention_module, "has_amx_tiles", lambda: has_amx)
     for name, limit in limits.items():
         monkeypatch.setattr(block_attention_module, name, limit)
     b, n, g, q, k, d = shape

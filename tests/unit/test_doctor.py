@@ -657,3 +657,37 @@ def test_a_corpus_in_object_storage_is_examined(tmp_path: Path, monkeypatch: pyt
     found = list(corpora.check_corpora(config, tokenizer_of_ten(), quick=False))
     assert {each.state for each in found} == {"ok"}
     assert "7" in only(found, "ids").words
+
+
+def test_a_vocabulary_that_is_smaller_than_the_tokenizer(examined: Callable[..., Any], vocab_file: str) -> None:
+    tokens = load_tokenizer(vocab_file).vocab_size
+    assert examined("--quick", "--vocab-size", str(tokens - 1))["tokenizer"].state == "failed"
+    assert examined("--quick", "--vocab-size", str(tokens + 1))["tokenizer"].state == "ok"
+
+
+def test_an_unknown_cluster_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        doctor.main(["--run-dir", str(tmp_path), "--cluster", "nowhere"])
+    assert ended.value.code == 2
+    assert "--cluster" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("section", "offloads"),
+    [
+        ({"cpu_offload": True}, True),
+        ({"offload_optimizer": {"device": "cpu"}}, True),
+        ({"offload_param": {"device": "none"}}, False),
+        ({"cpu_offload": False}, False),
+        ({}, False),
+    ],
+)
+def test_the_memory_with_offloading_is_not_estimated(section: dict[str, Any], offloads: bool, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2, **section}}))
+    flags = [*MODEL, "--vocab-size", "64", "--deepspeed-config", str(path)]
+    config, _ = settings.read_settings(["pretrain_gpt2.py", *flags], None, 2)
+    assert config is not None
+    resolved, _ = settings.resolve_settings(config, 2, None)
+    found = next(iter(settings.check_memory(config, resolved, 2, 2, 80e9)))
+    assert ("offloading" in found.words) is offloads

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sentencepiece
 import torch
 
 from data_utils.tokenizer_training import train_byte_bpe, train_sentencepiece
@@ -246,3 +247,22 @@ def test_sampling_settings_of_an_old_config_json_go_out(has_tokenizer: bool, tmp
             key: value for key, value in settings.items() if key != "top_k"
         }
     assert "top_k" not in json.loads((tmp_path / "out" / "generation_config.json").read_text())
+
+
+def test_an_end_token_that_is_an_ordinary_piece_is_exported(tmp_path: Path) -> None:
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXT),
+        model_prefix=str(tmp_path / "tokenizer"),
+        vocab_size=300,
+        model_type="bpe",
+        byte_fallback=True,
+        user_defined_symbols=["[EOS]"],
+        bos_id=-1,
+        eos_id=-1,
+        minloglevel=3,
+        hard_vocab_limit=False,
+    )
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "[EOS]"}))
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.model"))
+    exported = export_roles.tokenizer_settings(tokenizer, tmp_path / "tokenizer.model", None)
+    assert exported["eos_token"] == "[EOS]"

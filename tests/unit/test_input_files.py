@@ -208,3 +208,36 @@ def test_a_row_of_parquet_that_is_not_utf_8_is_one_bad_document(tmp_path: Path, 
     assert [each for each in found if not isinstance(each, BadLine)] == [("first",), ("third",)]
     (bad,) = [each for each in found if isinstance(each, BadLine)]
     assert bad.line == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding"),
+    [
+        ("It’s the whale’s skeleton, don’t you think? We’ve seen it before, and he’ll be back. ", "cp1252"),
+        ("Der größte Teil der Bevölkerung lebt in Städten, und die Dörfer werden größer. ", "latin-1"),
+        ("El niño comió la piñata en la montaña, y su compañera soñó con el otoño. ", "latin-1"),
+        ("Les élèves étaient déjà à l'école, où la maîtresse les a félicités. ", "latin-1"),
+        ("På lördag åker vi till sjön för att bada i den varma solen. ", "latin-1"),
+        ("Çünkü görüşmek için öğretmen geldi. ", "cp1254"),
+    ],
+)
+def test_western_european_files_are_not_taken_for_chinese(text: str, encoding: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes((text * 3).encode(encoding))
+    assert detect_encoding(str(path)) == "utf-8"  # which ends in an error
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f(x):  # 返回的是一个数\n    return x\n",
+        "name,city\nJohn,北京\nMary,上海市\n",
+        "10001,张伟,13800000000\n",
+        '{"name": "张伟", "city": "淄博"}\n',
+        "臺灣的學生們在圖書館裡讀書，聽見窗外的鳥兒歌唱。\n",
+    ],
+)
+def test_ascii_with_some_chinese_characters_is_found(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes((text * 20).encode("gb18030"))
+    assert detect_encoding(str(path)) == "gb18030"

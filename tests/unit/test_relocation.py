@@ -168,3 +168,14 @@ def test_nothing_of_an_earlier_tokenizer_stays(tmp_path: Path) -> None:
     (home / "tokenizer" / "chat_template.jinja").write_text("the user's")
     assert kept("b") == ["b tokenizer.model", "the user's"], "the same tokenizer keeps what a user has added"
     assert [path.name for path in home.iterdir()] == ["tokenizer"]
+
+
+def test_a_tokenizer_beside_the_folder_of_an_import_is_not_its_own(tmp_path: Path) -> None:
+    foreign = tmp_path / "tokenizer"
+    foreign.mkdir()
+    for name in ("vocab.json", "merges.txt"):
+        (foreign / name).write_text("{}")
+    config = parse(["--vocab-file", "hf"])
+    assert with_kept_tokenizer(config, tmp_path / "imported" / "iter_0000000").data.vocab_file == "hf"
+    in_run = with_kept_tokenizer(config, tmp_path / "checkpoints" / "iter_0000000")
+    assert in_run.data.vocab_file == str(foreign)

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -407,3 +408,24 @@ def test_runs_with_different_tokenizers_get_a_note(tmp_path: Path) -> None:
     assert "tokenizers" in tokenizer_note(runs)
     assert tokenizer_note(runs) in page_of(folders)
     assert tokenizer_note(runs[:1]) == ""
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_run_has_a_report_after_its_corpus_is_gone_or_replaced(
+    is_gone: bool, tmp_path: Path, tiny_data: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix = tmp_path / "text"
+    for end in (".bin", ".idx"):
+        shutil.copy(tiny_data + end, f"{prefix}{end}")
+    if is_gone:
+        Path(f"{prefix}.bin").unlink()
+    # The vocabulary of 100 tokens is smaller than that of the corpus.
+    run = made(tmp_path / "run", f"--data-path {prefix} --split 80,10,10")
+    assert page_of([run])
+    assert "unigram" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_given_twice_is_read_once(tmp_path: Path) -> None:
+    run = made(tmp_path / "run")
+    report.main(report.build_parser().parse_args([str(run), f"{run}/"]))
+    assert (run / "loss.png").is_file()

@@ -783,3 +783,10 @@ def test_tokens_absorb_the_white_space_around_them_as_their_flags_say(
     assert found == (expected["input_ids"], expected["assistant_masks"])
     asked, _ = encoder.encode(template.prompt_pieces(parse_messages(turns[:1])))
     assert asked == theirs.apply_chat_template(turns[:1], add_generation_prompt=True)["input_ids"]
+
+
+def test_a_template_that_renders_nothing_makes_a_bad_record(hf_tokenizer: Path) -> None:
+    source = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    template = template_from(source, load_tokenizer(str(hf_tokenizer)), str(hf_tokenizer))
+    with pytest.raises(ValueError, match="nothing"):
+        template.pieces([Message("assistant", "hello")])

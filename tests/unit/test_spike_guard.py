@@ -17,6 +17,7 @@ from megatron.config.fields import ConfigError
 from megatron.engines.engine import StepResult
 from megatron.features.spike_guard import Guard
 from megatron.training.health import Health, SampleRange
+from megatron.training.remote_datasets import RemoteDataset, stage_begins
 from tds._deepspeed import DeepSpeedOptimizer
 from tds.spikes import Deviation, SpikeGuard
 
@@ -183,3 +184,8 @@ def test_a_streak_of_spikes_ends_the_run_also_at_the_smallest_loss_scale() -> No
 def test_settings_without_effect_are_refused(flags: str) -> None:
     with pytest.raises(ConfigError, match="--skip-step"):
         parse(flags.split())
+
+
+def test_an_attribute_of_a_users_data_set_is_no_data_stage() -> None:
+    assert stage_begins(SimpleNamespace(begins=[0, 64])) == ()
+    assert stage_begins(RemoteDataset(None, [0, 64])) == [0, 64]

@@ -160,3 +160,9 @@ def test_settings() -> None:
 def test_a_schedule_of_many_chunks_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
     main(build_parser().parse_args(["--schedule", "interleaved", "--chunks", "9", "--stages", "2", "--micros", "2"]))
     assert "Fh0 Fh1 Fi0 Fi1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("chunks", ["0", "-1"])
+def test_a_schedule_without_chunks_is_refused(chunks: str) -> None:
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["--stages", "2", "--micros", "2", "--chunks", chunks])
