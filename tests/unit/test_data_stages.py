@@ -27,6 +27,7 @@ from megatron.data.sample_hash import extend_hash
 from megatron.data.staged import StagedDataset
 from megatron.ranks.errors import RunError
 from megatron.training import inputs
+from megatron.training.remote_datasets import RemoteDataset
 
 from .test_blend import Numbers
 
@@ -253,6 +254,6 @@ def test_a_stage_is_late_if_the_remaining_batches_do_not_reach_it(
     monkeypatch.setattr(resume, "CheckpointReader", lambda path: reader)
     monkeypatch.setattr(inputs.dist, "get_world_size", lambda: 1)
     start = resume.Start(Path("checkpoint"), Wanted())
-    dataset = SimpleNamespace(begins=[0, begin])
+    dataset = RemoteDataset(None, [0, begin])
     with pytest.raises(RunError, match="--data-stages") if is_late else nullcontext():
         inputs.check_stages(dataset, config, start)

@@ -119,7 +119,7 @@ def _attached_to_a_run(feature: Guard, consumed: int, batch: int) -> Guard:
         state=TrainState(consumed_samples=consumed),
         global_batch_size=batch,
         sample_shape=(32, 0),
-        datasets=(SimpleNamespace(begins=[0, 40]), None, None),
+        datasets=(RemoteDataset(None, [0, 40]), None, None),
     )
     feature.start(run)
     return feature
