@@ -79,7 +79,7 @@ class TokenLoss:
         self.mean_targets: Tensor | Callable[[], Tensor] | None = None
         # Values of the last micro-batch. Evaluation: sums over text (`sum_over_text`). Training: the summed z-loss.
         self.aux: dict[str, Tensor] = {}
-        # If this is a list, evaluation appends for each micro-batch [2, b]: summed losses, and wrong predictions.
+        # If this is a list, evaluation appends each sample's summed loss and number of wrong predictions as [2, b].
         self.sample_sums: list[Tensor] | None = None
 
     @classmethod

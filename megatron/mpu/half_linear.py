@@ -6,7 +6,8 @@ from torch import Tensor
 
 from .._torch import multiplies_in_parts, reshape_to_base
 
-MAX_AMX_ROWS = 512  # with AMX, oneDNN multiplies about 1,000 rows up to 1.7 times as fast in parts of so many rows
+# With AMX, oneDNN multiplies about 1,000 rows up to 1.7 times as fast in parts of at most this many rows.
+MAX_AMX_ROWS = 512
 
 
 def half_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

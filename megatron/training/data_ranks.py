@@ -18,7 +18,7 @@ from ..ranks.rank_0 import is_rank_0, print_notes
 from ..storage import is_url
 from ..tokenizer import Tokenizer
 from .inputs import check_corpora, check_stages, check_tokenizer, corpora_of_run, corpus_fingerprints
-from .remote_datasets import placeholder_of
+from .remote_datasets import is_builtin, placeholder_of
 from .task import Datasets, Task
 from .task_checks import checked_datasets
 
@@ -98,7 +98,6 @@ def read_batches(
         train.batch_size, gas or train.gas, share.rank, share.size, consumed_samples, should_skip
     )
     # Threads cannot give each sample of a user's data set its own random numbers, as they share the generators.
-    is_builtin = type(dataset).__module__.startswith("megatron.")
-    read_ahead = is_builtin and any(map(is_url, corpora_of_run(config)))
+    read_ahead = is_builtin(dataset) and any(map(is_url, corpora_of_run(config)))
     loader = build_loader(dataset, sampler, config.data.num_workers, read_ahead, train.seed)
     return iter(loader)

@@ -37,9 +37,14 @@ def t5_lengths(dataset: Any) -> Lengths | None:
 
 def stage_begins(dataset: Any) -> Sequence[int]:
     """Return the number of the first sample of each data stage; empty for a data set without stages."""
-    is_builtin = type(dataset).__module__.startswith("megatron.")  # others may use the name for something else
-    begins: Sequence[int] = getattr(dataset, "begins", ()) if is_builtin else ()
+    # A user's data set may use the name for something else.
+    begins: Sequence[int] = getattr(dataset, "begins", ()) if is_builtin(dataset) else ()
     return begins
+
+
+def is_builtin(dataset: Any) -> bool:
+    """Return whether a data set is of a class of this package, not of a user's class."""
+    return type(dataset).__module__.startswith("megatron.")
 
 
 def placeholder_of(dataset: Any) -> Any:
