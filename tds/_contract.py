@@ -229,10 +229,10 @@ class Names(NamedTuple):
 
 def _parse_block(text: str) -> Names:
     (place, purpose), *rows = (line.split(maxsplit=1) for line in text.splitlines())
-    names = defaultdict(list)
+    names: defaultdict[str, str] = defaultdict(str)
     for kind, row in rows:
-        names[kind].append(row)
-    return Names(place, purpose, **{kind: " ".join(found) for kind, found in names.items()})
+        names[kind] += " " + row
+    return Names(place, purpose, **names)
 
 
 CONTRACT = [_parse_block(text) for text in TABLE.strip().split("\n\n")]

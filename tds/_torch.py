@@ -106,7 +106,12 @@ _use_count = getattr(torch._C, "_storage_Use_Count", None)
 
 def has_hooks(tensor: Tensor) -> bool:
     """Return whether `tensor` has gradient hooks besides the one that tds registers."""
-    return bool(tensor._backward_hooks) or len(tensor._post_accumulate_grad_hooks or ()) > 1  # type: ignore[attr-defined]
+    return bool(tensor._backward_hooks) or has_post_hooks(tensor)
+
+
+def has_post_hooks(tensor: Tensor) -> bool:
+    """Return whether `tensor` has post-accumulate-gradient hooks besides the one that tds registers."""
+    return len(tensor._post_accumulate_grad_hooks or ()) > 1  # type: ignore[attr-defined]
 
 
 def storage_use_count(tensor: Tensor) -> int:

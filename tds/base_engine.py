@@ -121,8 +121,8 @@ class Engine(ExtendedEngine):
 
     def _take_model_step(self, lr_kwargs: Any) -> None:
         """Step the optimizer by DeepSpeed's method, and count the step if a NaN or Inf in the norm made it a no-op."""
-        self.known_model.check_weights(self.optimizer)
         optimizer = self.distributed
+        self.known_model.check_weights(self.optimizer, self.has_wrapped_optimizer and not optimizer)
         unread_norm = None  # the norm, if the host does not read it in this step
         # Without a pipeline, `clip(norm, limit)` gets no function `read_norm` that reads the norm on the host.
         if optimizer is not None and optimizer.norm is not None and optimizer.read_norm is None:

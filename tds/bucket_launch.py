@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import nn
 
-from ._torch import has_hooks
+from ._torch import has_hooks, has_post_hooks
 from .messages import setting_advice
 
 BUCKET_BYTES = 25 * 2**20  # minimum bytes of gradients in a bucket
@@ -169,7 +169,8 @@ class BucketLauncher:
             # The weight had no gradient in the previous step, or some of its gradients are still missing.
             if not 0 < self._expected[p] <= self._counts[p]:
                 return False
-            # If hooks were added or removed, the expected count is wrong, so the bucket also waits for `finish`.
-            if has_hooks(p) != (p in self._hooked):
+            # If hooks were added or removed, the expected count is wrong. A hook of the user's may also change the
+            # gradient after the hook of this launcher. In both cases, the bucket waits for `finish`.
+            if has_hooks(p) != (p in self._hooked) or has_post_hooks(p):
                 return False
         return True

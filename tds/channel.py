@@ -23,6 +23,7 @@ from .batches import DataEnded
 from .boundary import BoundaryError
 from .memory import BufferPool, alias, same_storage
 from .schedule import MicroChunk
+from .sparse import gather_tensors
 
 HEADER_SIZE = 1536  # bytes; room for about 60 tensors of 4 dimensions
 ALIGN = 8  # bytes; each tensor of a message is padded to a multiple of this
@@ -336,9 +337,7 @@ class Receiver:
             raw_bytes = raw_bytes.clone()  # tensors in a message begin at multiples of 8 bytes, but complex128 needs 16
         part = raw_bytes.view(dtype)
         if flags & SPLIT and self.link.slice_size > 1:
-            parts = [torch.empty_like(part) for _ in range(self.link.slice_size)]
-            dist.all_gather(parts, part, group=self.link.slice_group)
-            part = torch.cat(parts)
+            part = torch.cat(gather_tensors(part, self.link.slice_group))
         # Cut off the padding of the last slices. Unlike a view, an alias has a version counter of its own.
         tensor = alias(part[: shape.numel()].view(shape))
         return BoundaryTensor(tensor, bool(flags & GRAD), bool(flags & SPLIT), bool(flags & BARE))

@@ -9,11 +9,12 @@ only after both its send and its receive have started. If the graph has no cycle
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from .posting import RECEIVES, SENDS, PostAfter, simulate_posting
+from .posting import RECEIVES, SENDS, PostAfter, read_agenda, simulate_posting
 from .queues import POSTED_AHEAD, boundary_parity
 from .schedule import (
     Instruction,
@@ -88,15 +89,17 @@ class Graph:
             raise ScheduleError("messages would deadlock: " + ", which waits for ".join(names)) from None
 
 
+@dataclass
 class StageGraph:
     """Builder of the graph of one stage: its operations, in the order in which the engine submits them."""
 
-    def __init__(self, graph: Graph, rules: Rules, stage: int, stages: int, post_after: PostAfter) -> None:
-        self.graph = graph
-        self.rules = rules
-        self.stage = stage
-        self.stages = stages
-        self._post_after = post_after
+    graph: Graph
+    rules: Rules
+    stage: int
+    stages: int
+    post_after: PostAfter
+
+    def __post_init__(self) -> None:
         self._passes = 0
         # Each int below is the number of an event in the graph.
         self._last_in_queue: dict[Hashable, int] = {}  # for each queue, the event at which its last message ends
@@ -106,16 +109,13 @@ class StageGraph:
         self._since_sync: list[int] = []  # end events of the operations since the last device synchronization
         # For each kind of receive: _agenda has the receives that are not posted yet, _posted the posted receives, and
         # _known the messages whose layout is known.
-        self._agenda: dict[Kind, deque[MicroChunk]] = defaultdict(deque)
         self._posted: dict[Kind, deque[int]] = defaultdict(deque)
         self._known: dict[Kind, set[MicroChunk]] = defaultdict(set)
 
     def run(self, instructions: Sequence[Instruction]) -> None:
         """Submit all instructions, and post receives in advance between them."""
         # A receive may be posted long before its instruction, so list all receives first.
-        for each in instructions:
-            if isinstance(each, RECEIVES):
-                self._agenda[type(each)].append(each.micro_chunk)
+        self._agenda = read_agenda(instructions)
         for each, next_instruction in zip_longest(instructions, instructions[1:]):  # after the last one comes None
             kind = type(each)
             if kind is RecvActivation and self._has_header(each):
@@ -244,7 +244,7 @@ class StageGraph:
 
     def _is_due(self, kind: Kind, micro_chunk: MicroChunk) -> bool:
         """Return whether the schedule posts this receive now, after the passes so far."""
-        post_after = self._post_after.get(kind, {})
+        post_after = self.post_after.get(kind, {})
         return micro_chunk in post_after and post_after[micro_chunk] <= self._passes
 
 

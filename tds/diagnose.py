@@ -9,7 +9,6 @@ the process that hosts the store stalls, a second thread ends each rank without 
 
 import atexit
 import contextlib
-import os
 import re
 import signal
 import sys
@@ -25,7 +24,7 @@ import torch.distributed as dist
 
 from . import schedule
 from .fault_board import COLLECT_SECONDS, POLL_SECONDS, FaultBoard, describe_store, name_this_rank
-from .messages import error_text, say, shortened
+from .messages import error_text, flush_and_exit, say, shortened
 from .observers import Observer
 from .recorder import DeviceProgress, allocation_retries, pending_collectives
 
@@ -90,14 +89,6 @@ def out_of_memory(error: BaseException) -> str | None:
 def strip_cpp_stacks(text: str) -> str:
     """Return `text` without the C++ stacks that torch puts into its error messages."""
     return _CPP_STACK.sub("", text)
-
-
-def _exit(code: int) -> None:
-    """Exit at once, without C++ destructors, which may fail and print errors when other ranks have exited."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-    os._exit(code)
 
 
 class Activity(NamedTuple):
@@ -175,13 +166,16 @@ class Watchdog(Observer):
         self.record(doing)
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self, *unreported: type[BaseException]) -> Iterator[None]:
         """Report an error in this block to the other ranks, which may be waiting for this rank.
 
         An error whose attribute `everywhere` is true is not reported, because all ranks raise it.
+        unreported: classes of errors that are not reported either.
         """
         try:
             yield
+        except unreported:
+            raise
         except BaseException as error:
             if not getattr(error, "everywhere", False):
                 self.fail(error)
@@ -216,7 +210,7 @@ class Watchdog(Observer):
         # The announced fault has an exit code after Ctrl-C or an out-of-memory error: all ranks end now. Otherwise the
         # code is 0, and this method returns, so that the error itself ends this rank.
         if code := self._report(text):
-            _exit(code)
+            flush_and_exit(code)
         error.tds_reported = True  # type: ignore[attr-defined]
 
     def _describe_fault(self, error: BaseException) -> tuple[str, int]:
@@ -255,7 +249,7 @@ class Watchdog(Observer):
             if is_late:
                 board.announce(f"{rank} exceeded the {board.name}'s timeout: {self.timeout:g} s in one operation")
             if (is_late or fault) and self._exit_lock.acquire(blocking=False):
-                _exit(self._report(self._stack()) or 1)  # 1 if the fault has no exit code
+                flush_and_exit(self._report(self._stack()) or 1)  # 1 if the fault has no exit code
 
     def _watch_board(self) -> None:
         """End this rank if the store does not answer and the current activity exceeds the timeout."""
@@ -326,7 +320,7 @@ class Watchdog(Observer):
     def exit_with_stack(self, why: str, stack: str = "") -> None:
         """Print why this rank ends, and a stack, by default that of the main thread; end the process with code 1."""
         say("\n".join([f"{self._board.name} stopped: {why}", stack or self._stack()]), error=True)
-        _exit(1)
+        flush_and_exit(1)
 
 
 def watch_startup() -> None:

@@ -66,6 +66,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def __init__(
         self, optimizer: torch.optim.Optimizer, bucket_bytes: int | None = None, overlap_gather: bool = False
     ) -> None:
+        self._launcher: BucketLauncher | None = None  # set by attach()
         # torch's class needs parameter groups for its own attributes; then the wrapped optimizer's groups replace them.
         super().__init__([{"params": list(group["params"])} for group in optimizer.param_groups], {})
         self.optimizer = optimizer
@@ -80,7 +81,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._frozen: list[nn.Parameter] = []
         self.bf16_groups: list[list[nn.Parameter]] = []  # DeepSpeed saves the shapes of these weights
         self.fp16_groups = self.bf16_groups  # the name that DeepSpeed reads in runs without bf16
-        self._launcher: BucketLauncher | None = None
         self._gathers = DeferredGathers((), ())
         self._norm_slices: list[tuple[Tensor, bool]] | None = None  # of Bucket.norm_slices, computed once
         # State of a step: finish() reduces the gradients, clip() stores their norm and its limit.
@@ -183,8 +183,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # optimizers need.
         elif len(outside) < len(stepped) and any(p.requires_grad for p in outside):
             problem = "has weights that are not in the model: register them in it"
+        addresses = [p.data_ptr() for p in stepped if p.requires_grad and p.numel()]
+        if len(set(addresses)) < len(addresses):
+            problem = "has two weights in one memory: assign the Parameter itself, as in head.weight = embedding.weight"
         if problem:
             raise ValueError(f"the optimizer in tds.DistributedOptimizer {problem}")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group. Raises RuntimeError after tds.initialize(), which shards all weights."""
+        if self._launcher:
+            raise RuntimeError("tds.initialize() has sharded all weights: call add_param_group before it")
+        super().add_param_group(param_group)
 
     def _refuse_changes(self) -> None:
         """Raise RuntimeError if weights were frozen or unfrozen since `attach`, which fixed the sharding."""
@@ -222,8 +231,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     f"while another tensor still views the old storage, e.g. to restore it later: {ADVICE}"
                 )
 
-    # -------------------------------------------------------------- gradients
-
     def arm(self, chunk: int = 0) -> None:
         """Overlap the reduction with the next backward pass of `chunk`, which must be the chunk's last of this step."""
         self._require_launcher().arm(chunk)
@@ -253,8 +260,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for bucket in self.buckets:
                 self._norm_slices += bucket.norm_slices(counts)
         return counted_squared_norm(self._norm_slices, device)
-
-    # ------------------------------------------------------------------ step
 
     def clip(self, norm: Tensor, limit: float, read_norm: Callable[[], float] | None = None) -> None:
         """Store the global gradient norm, a scalar, and its limit (0: no clipping) for the next `step()`.
@@ -328,8 +333,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._launcher.reset()
         for bucket in self.buckets:
             bucket.drop_grads()
-
-    # --------------------------------------------------- called by DeepSpeed
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Do nothing, because `arm` marks the last backward pass of a step."""

@@ -84,8 +84,7 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
         self.set_batch_fn(getattr(self.module, "_megatron_batch_fn", None))
 
         self._chunks: int = getattr(self.module, "chunks", 1)
-        settings = self._config.pipeline
-        self.schedule = checked_schedule(self, settings, self._chunks)
+        self.schedule = checked_schedule(self)
         self._proven_micro_batches = {self.micro_batches}  # checked_schedule has proven the schedule for these
         if self._reduction.averages and not is_reduction_replaced(type(self)):
             check_factor(self, lambda _: self.loss_factor, pipeline=True)  # measures how DeepSpeed scales gradients
@@ -96,12 +95,12 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
         self._cached_plan = cache(plan_of)
         self._current_plan: StagePlan | None = None
         self._neighbours = connect_neighbours(self.grid, self.device, self._chunks)
-        self._contract = exchange_declarations(self, settings, self._chunks)
+        self._contract = exchange_declarations(self)
 
         self.observers = Observers()
         self.watchdog: Watchdog | None = None
         if dist.get_world_size() > 1:
-            timeout = float(settings.get("timeout", 600.0))
+            timeout = float(self._config.pipeline.get("timeout", 600.0))
             self.watchdog = Watchdog(timeout, self._describe, device=self.device)
             self.observers.append(self.watchdog)
         self._saved_state = PipelineState(self.module, self.grid)

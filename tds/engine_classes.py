@@ -153,6 +153,12 @@ class ExtendedEngine(DeepSpeedEngine):  # type: ignore[misc]
             if getattr(norm, "track_running_stats", False):
                 norm.forward = partial(_run_in_dtype_of_statistics, norm, norm.forward)
 
+    def zero_grad(self) -> None:
+        """Drop all gradients, also those that a DistributedOptimizer has summed since the last step."""
+        super().zero_grad()
+        if self.distributed is not None:
+            self.distributed.zero_grad()
+
     def _sum_gradients_in_fp64(self) -> None:
         """Sum fp64 gradients over replicas in fp64: DeepSpeed sums in fp32 unless communication_data_type is given."""
         if self.has_wrapped_optimizer or self._config.communication_data_type is not None:
@@ -238,7 +244,7 @@ class PipelineOverrides(ExtendedEngine):
         if self.micro_batches in self._proven_micro_batches:
             return
         try:
-            prove_no_deadlock(self.schedule, self, self._chunks)
+            prove_no_deadlock(self.schedule, self)
         except Exception:  # a schedule of the user may raise any
             super().set_train_batch_size(old_size)
             raise

@@ -11,9 +11,7 @@ import json
 import os
 import selectors
 import socket
-import threading
 import time
-from typing import Any
 
 import torch.distributed as dist
 
@@ -21,7 +19,7 @@ from ._torch import default_store
 from .diagnose import Watchdog
 from .fault_board import HOST_KEY, FaultBoard, name_ranks, name_this_rank
 from .messages import say
-from .parent_death import spans_hosts
+from .parent_death import spans_hosts, start_thread
 
 TIMEOUT_VARIABLE = "TDS_HOST_TIMEOUT"
 DEFAULT_SECONDS = 45.0  # default silence after which a host counts as lost; the report takes a few seconds more
@@ -44,22 +42,23 @@ def host_timeout() -> float:
 def watch_hosts() -> None:
     """Start to watch the other hosts, if this run spans hosts. Call it on all ranks, after they have met."""
     seconds = host_timeout()
-    # Turned off, all ranks on one host, or a simulated world without other processes.
-    if not seconds or not spans_hosts() or dist.get_backend() == "fake":
+    if dist.get_backend() == "fake":  # a simulated world without other processes
         return
+    is_watched = bool(seconds) and spans_hosts()  # this rank's view: hosts may have other environment variables
     store = default_store()
-    store.set(f"{HOST_KEY}{dist.get_rank()}", socket.gethostname())
+    if is_watched:
+        store.set(f"{HOST_KEY}{dist.get_rank()}", socket.gethostname())
     if dist.get_rank() == 0:
-        listener = _listen()
-        store.set(PORT_KEY, str(listener.getsockname()[1]))
-        _start_thread(_watch_connections, listener, seconds)
-    else:
-        _start_thread(_watch_rank_0, int(store.get(PORT_KEY)), seconds)
-
-
-def _start_thread(function: Any, *args: Any) -> None:
-    """Start a daemon thread that runs `function(*args)`."""
-    threading.Thread(target=function, args=args, name="tds-heartbeat", daemon=True).start()
+        port = 0  # means for the other ranks that rank 0 watches nothing
+        if is_watched:
+            listener = _listen()
+            port = listener.getsockname()[1]
+            start_thread("tds-heartbeat", _watch_connections, listener, seconds)
+        store.set(PORT_KEY, str(port))
+    elif is_watched:
+        port = int(store.get(PORT_KEY))
+        if port:
+            start_thread("tds-heartbeat", _watch_rank_0, port, seconds)
 
 
 def _listen() -> socket.socket:

@@ -21,6 +21,7 @@ from .fault_board import RANKS_PER_TICK
 from .heartbeat import watch_hosts
 from .interfaces import INTERFACE_VARIABLE, choose_interface
 from .messages import error_text, say, setting_advice, shortened
+from .parent_death import start_thread
 
 POLL_SECONDS = 0.5
 LINGER_SECONDS = 2.0  # how long a failed rank stays, as it may host the store from which the others read why
@@ -103,7 +104,7 @@ class _FailureWatch:
         self._poll_seconds = max(POLL_SECONDS, POLL_SECONDS * world / (2 * RANKS_PER_TICK))
         # A restart by torchrun shares the store with the attempt before.
         self._key = FAILED_KEY + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        threading.Thread(target=self._watch, name="tds-meeting", daemon=True).start()
+        start_thread("tds-meeting", self._watch)
 
     def announce(self, message: str) -> None:
         """Write to the store why this rank ends, and give the others time to read it."""
@@ -123,7 +124,7 @@ class _FailureWatch:
         """End this process if the ranks are not connected in time; a second thread looks for failures of others."""
         seconds = self._timeout.total_seconds()
         # In another thread, because connecting to the store may take as long as the timeout.
-        threading.Thread(target=self._poll_failures, name="tds-meeting", daemon=True).start()
+        start_thread("tds-meeting", self._poll_failures)
         if not self.finished.wait(seconds + GRACE_SECONDS):
             limit = f"{seconds / 60:g} minutes ({setting_advice['startup timeout']})"  # and how to change it
             _print_and_exit(

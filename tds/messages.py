@@ -1,7 +1,9 @@
 """Messages to the user: printing that never raises an error, and advice that names flags or ds_config keys."""
 
 import contextlib
+import os
 import sys
+from typing import NoReturn
 
 setting_advice = {  # advice in error messages, worded for a ds_config; a program with its own flags replaces it
     "overlap": '"overlap_grad_reduce": false in the pipeline section of the ds_config',
@@ -27,6 +29,15 @@ def shortened(text: str, most: int) -> str:
     head = 3 * most // 4
     tail = most - head
     return f"{text[:head]} ... ({len(text) - most} characters left out) ... {text[-tail:]}"
+
+
+def flush_and_exit(code: int) -> NoReturn:
+    """Flush the standard streams and end the process at once, without destructors of C++, which may fail at the end."""
+    for stream in (sys.stdout, sys.stderr):
+        # The stream may be None or closed, or the process that reads it may have ended.
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)
 
 
 def say(text: str, error: bool = False) -> None:

@@ -25,6 +25,7 @@ class KnownModel:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._weights = set(module.parameters())
+        self._frozen = {p for p in self._weights if not p.requires_grad}
         self._layers = _named_layers(module)
         self._has_replaced_layers = False
 
@@ -54,12 +55,13 @@ class KnownModel:
                 functions[index] = partial(function.func, layer, *function.args[1:]) if is_tied else layer
         return self._has_replaced_layers
 
-    def check_weights(self, optimizer: Any) -> None:
+    def check_weights(self, optimizer: Any, is_wrapped: bool) -> None:
         """Raise ReplacedWeightError for a weight that DeepSpeed's optimizer no longer steps.
 
-        There are two causes. Either the module now holds a new Parameter, e.g. after `load_state_dict(assign=True)`. Or
-        the Parameter has left the flat memory into which ZeRO or a half-precision optimizer writes new weights, e.g.
-        after `p.data = new` or `module.to(dtype)`.
+        There are three causes. Either the module now holds a new Parameter, e.g. after `load_state_dict(assign=True)`.
+        Or the Parameter was frozen or unfrozen after ZeRO or a half-precision optimizer (`is_wrapped`) took over the
+        trainable weights. Or it has left the flat memory into which this optimizer writes new weights, e.g. after
+        `p.data = new` or `module.to(dtype)`.
         """
         known = self._weights.union(weights_of(optimizer))
         names: dict[Tensor, str] = {p: name for name, p in self._module.named_parameters()}
@@ -69,13 +71,18 @@ class KnownModel:
                     f"the weight {name} was replaced after tds.initialize() by a Parameter that no optimizer steps: "
                     f"{ADVICE}"
                 )
+            if is_wrapped and p in self._weights and p.requires_grad == (p in self._frozen):
+                raise ReplacedWeightError(
+                    f"the weight {name} was frozen or unfrozen after tds.initialize(), and the optimizer would ignore "
+                    "that: call tds.initialize() again"
+                )
         for weights, flat in flat_groups(optimizer):
             for weight in weights:
                 # A weight that has left the module needs no check, and an empty one has no memory.
                 if weight in names and weight.numel() and not same_storage(weight, flat):
                     raise ReplacedWeightError(
                         f"the storage of the weight {names[weight]} was replaced after tds.initialize(), and "
-                        f"{type(optimizer).__name__} would keep stepping the old storage: {ADVICE}"
+                        f"{type(optimizer).__name__} would keep stepping the old storage: call tds.initialize() again"
                     )
 
 

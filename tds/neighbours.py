@@ -19,7 +19,7 @@ import torch
 from .channel import Link, Receiver, Sender
 from .groups import host_group, new_groups, open_connections
 from .memory import BufferPool
-from .posting import PostAfter
+from .posting import PostAfter, read_agenda
 from .queues import NEXT, PREVIOUS, boundary_parity, has_message_queues, receives_ahead
 from .schedule import Instruction, RecvActivation, RecvGrad
 
@@ -63,10 +63,12 @@ class Neighbours(NamedTuple):
         """
         for sender in self.senders.values():
             sender.begin_step()
+        agenda = read_agenda(instructions)
         for side, receiver in self.receivers.items():
             kind = RecvActivation if side == PREVIOUS else RecvGrad
-            agenda = [each.micro_chunk for each in instructions if type(each) is kind]
-            receiver.begin_step(agenda, post_after.get(kind, {}))  # {}: the receiver posts a fixed number in advance
+            receiver.begin_step(
+                agenda[kind], post_after.get(kind, {})
+            )  # {}: the receiver posts a fixed number in advance
 
     def after_pass(self) -> None:
         """Allocate the buffers of the receives that are due after a pass, before any message that follows the pass."""

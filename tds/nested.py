@@ -27,10 +27,9 @@ def map_tensors(value: Any, function: Callable[[Tensor], Any], on_others: Callab
 
 
 def in_full(value: Any) -> Any:
-    """Return `value`, or the result of its method `in_full`.
-
-    A last layer may return an object with this method to defer work until its loss needs it.
-    """
+    """Return the result of the method `in_full`, by which a last layer defers work, of `value` or a tuple's items."""
+    if type(value) is tuple:  # a NamedTuple of the user's stays one
+        return tuple(map(in_full, value))
     complete = getattr(value, "in_full", None)
     return complete() if complete else value
 

@@ -1,5 +1,6 @@
 """Exchange of losses by name, in a step that has a loss which the last step did not have."""
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,10 +33,9 @@ def _means_by_name(losses: Any, divisors: Mapping[int, float]) -> dict[Any, floa
     A key is (kind, name), where kind 0 is that of trained losses, e.g. (0, "lm").
     """
     local_sums = {key: total.item() for key, total in losses._sums.items()}
-    totals: dict[Any, float] = {}
+    totals = Counter[Any]()
     for replica_sums in gather_objects(local_sums, losses._replicas):
-        for key, value in replica_sums.items():
-            totals[key] = totals.get(key, 0.0) + value
+        totals.update(replica_sums)
     means = {}
     for kind, name in sorted(totals, key=lambda key: key[0]):
         means[kind, name] = totals[kind, name] / divisors[kind]

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 from .schedule import Instruction
 
@@ -29,24 +30,24 @@ class Observer:
 process_observers: list[Observer] = []  # observers of all engines of this process
 
 
+@dataclass
 class _ObservedBlock:
     """Context that informs observers when a block begins, and when it has ended without an error.
 
     A class, because a generator-based context manager takes three times as long.
     """
 
-    def __init__(self, observers: Sequence[Observer], what: What) -> None:
-        self._observers = observers
-        self._what = what
+    observers: Sequence[Observer]
+    what: What
 
     def __enter__(self) -> None:
-        for each in self._observers:
-            each.begin(self._what)
+        for each in self.observers:
+            each.begin(self.what)
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if kind is None:
-            for each in self._observers:
-                each.end(self._what)
+            for each in self.observers:
+                each.end(self.what)
 
 
 class Observers(list[Observer]):

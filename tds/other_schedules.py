@@ -23,9 +23,7 @@ def gpipe(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
         stage 1 |    F0 F1 F2 F3       B0 B1 B2 B3
         stage 2 |       F0 F1 F2 F3 B0 B1 B2 B3
     """
-    order: list[Instruction] = []
-    order += map(Forward, range(micros))
-    order += map(Backward, range(micros))
+    order = [*map(Forward, range(micros)), *map(Backward, range(micros))]
     return with_messages(order, stage, stages)
 
 
@@ -47,7 +45,7 @@ def interleaved(stage: int, stages: int, micros: int, chunks: int = 2) -> Iterat
     num_groups = max(micros // stages, 1)
     group_size = -(-micros // num_groups)  # of the largest group: 11 micro-batches on 4 stages form groups of 5 and 6
     warmup = (stages - 1 - stage) * 2 + (chunks - 1) * group_size
-    order = alternate(forward, backward, min(warmup, micros * chunks))
+    order = alternate(forward, backward, warmup)
     return with_messages(order, stage, stages, chunks)
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -179,7 +179,12 @@ def end_with_launcher() -> None:
     is_watched = any(thread.name == "tds-launched" for thread in threading.enumerate())
     if is_gone is None or is_watched:
         return
-    threading.Thread(target=_exit_when_gone, args=(is_gone,), name="tds-launched", daemon=True).start()
+    start_thread("tds-launched", _exit_when_gone, is_gone)
+
+
+def start_thread(name: str, function: Callable[..., None], *args: Any) -> None:
+    """Call a function in a thread that does not keep the process alive."""
+    threading.Thread(target=function, args=args, name=name, daemon=True).start()
 
 
 def _exit_when_gone(is_gone: Callable[[], bool]) -> None:

@@ -40,6 +40,15 @@ RECEIVES = RecvActivation, RecvGrad
 PostAfter = Mapping[Kind, Mapping[MicroChunk, int]]
 
 
+def read_agenda(instructions: Sequence[Instruction]) -> dict[Kind, deque[MicroChunk]]:
+    """Return the messages that a stage receives, by kind, in the order of sending."""
+    agenda: dict[Kind, deque[MicroChunk]] = defaultdict(deque)
+    for each in instructions:
+        if isinstance(each, RECEIVES):
+            agenda[type(each)].append(each.micro_chunk)
+    return agenda
+
+
 @dataclass
 class _Stage:
     """State of a stage in the simulation.
@@ -53,10 +62,10 @@ class _Stage:
 
     number: int
     todo: deque[Instruction]
+    agenda: dict[Kind, deque[MicroChunk]]
     busy_until: float | None = None
     passes: int = 0
     unanswered: int = 0
-    agenda: dict[Kind, deque[MicroChunk]] = field(default_factory=lambda: defaultdict(deque))
     sent: dict[Kind, dict[MicroChunk, "_Stage"]] = field(default_factory=lambda: defaultdict(dict))
     post_after: dict[Kind, dict[MicroChunk, int]] = field(default_factory=lambda: defaultdict(dict))
 
@@ -68,11 +77,7 @@ class _Simulation:
         self.chunks = num_chunks(plan)
         self.dynamic = dynamic
         self.now = 0.0
-        self.stages = [_Stage(number, deque(instructions)) for number, instructions in enumerate(plan)]
-        for stage in self.stages:
-            for instruction in stage.todo:
-                if isinstance(instruction, RECEIVES):
-                    stage.agenda[type(instruction)].append(instruction.micro_chunk)
+        self.stages = [_Stage(number, deque(each), read_agenda(each)) for number, each in enumerate(plan)]
 
     def run(self) -> None:
         """Run all stages to their ends. Raises ScheduleError if they deadlock."""

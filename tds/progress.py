@@ -3,6 +3,7 @@
 import time
 from collections import defaultdict, deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ TIMED_PARTS = ("Reduce", "Step")  # measured parts of a step besides the instruc
 COMPUTE_NAMES = ("Forward", "Backward", "BackwardInput", "BackwardWeight")
 
 
+@dataclass
 class Progress(Observer):
     """Timer of the parts of a step; it also makes the progress lines.
 
@@ -26,17 +28,18 @@ class Progress(Observer):
     stages. The caller sets it to 0 to start a new measurement.
     """
 
-    def __init__(self, device: torch.device, every: int | None, breakdown: bool) -> None:
-        self.device = device
-        self.every = every
-        self.breakdown = breakdown
+    device: torch.device
+    every: int | None
+    breakdown: bool
+
+    def __post_init__(self) -> None:
         self._seconds: dict[str, float] = defaultdict(float)  # by kind of instruction, since the last progress line
         self._is_training = True  # False in an evaluation, whose instructions are not measured
         self._step_began_at = 0.0
         self._step_seconds = 0.0  # spent in steps since the last line, as `_steps` and `_samples`
         self._steps = 0
         self._samples = 0
-        self._on_cpu = device.type == "cpu"
+        self._on_cpu = self.device.type == "cpu"
         self._event_pairs: deque[tuple[str, torch.Event, torch.Event]] = deque()  # not accumulated yet
         self.busy = 0.0
         self._start: Any = 0.0  # start of the measured instruction or part: a time, or a device event

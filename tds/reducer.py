@@ -6,6 +6,7 @@ all gradients exist.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -75,6 +76,7 @@ class _GradBucket:
         self._missing = []
 
 
+@dataclass
 class GradReducer:
     """Gradient reduction: call `arm()` before a step's last backward pass and `finish()` after it.
 
@@ -85,33 +87,32 @@ class GradReducer:
     stage with several chunks, the chunk of each weight.
     """
 
-    def __init__(
-        self, module: nn.Module, group: Any, bucket_bytes: int | None = None, chunk_of: ChunkOf | None = None
-    ) -> None:
-        self._module = module
-        self._group = group
-        self._bucket_bytes = bucket_bytes
-        self._chunk_of = chunk_of or {}
+    module: nn.Module
+    group: Any
+    bucket_bytes: int | None = None
+    chunk_of: ChunkOf = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         self._signature: list[Any] = []  # of the weights in the buckets
         self._launcher = BucketLauncher((), {})  # without buckets, for `_current_launcher` to close
         self._current_launcher()  # makes the first buckets now; later calls make new ones only if weights have changed
 
     def _current_launcher(self) -> BucketLauncher:
         """Return the launcher; pack the weights into new buckets if any was frozen, unfrozen, replaced or converted."""
-        self._sparse = sparse_weights(self._module)  # not in buckets, reduced last
+        self._sparse = sparse_weights(self.module)  # not in buckets, reduced last
         sparse = set(self._sparse)
-        trainable = [p for p in self._module.parameters() if p.requires_grad and p not in sparse]
+        trainable = [p for p in self.module.parameters() if p.requires_grad and p not in sparse]
         signature = [(id(p), p.dtype, p.device, p.shape) for p in trainable]
         if signature == self._signature:
             return self._launcher
         self._launcher.close()
         self._signature = signature
         buckets = []
-        for group, weights in group_by_holders(trainable, self._group):
-            for parameters in pack_buckets(weights, group, self._bucket_bytes, self._chunk_of):
+        for group, weights in group_by_holders(trainable, self.group):
+            for parameters in pack_buckets(weights, group, self.bucket_bytes, self.chunk_of):
                 buckets.append(_GradBucket(parameters, group))
-        sort_buckets(buckets, trainable, self._chunk_of)
-        self._launcher = BucketLauncher(buckets, self._chunk_of)
+        sort_buckets(buckets, trainable, self.chunk_of)
+        self._launcher = BucketLauncher(buckets, self.chunk_of)
         return self._launcher
 
     def arm(self, chunk: int = 0) -> None:
@@ -121,7 +122,7 @@ class GradReducer:
     def finish(self) -> None:
         """Reduce the remaining gradients and wait for all reductions of this step."""
         self._current_launcher().finish()
-        sum_sparse(self._sparse, self._group)
+        sum_sparse(self._sparse, self.group)
 
 
 class OverlappedReduction(Reduction):

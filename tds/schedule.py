@@ -100,8 +100,7 @@ def one_forward_one_backward(stage: int, stages: int, micros: int, extra_warmup:
     With extra_warmup n, the warm-up is 1 + n times as long, but at most `micros` passes ("eager" 1F1B for n = 1, Zhuang
     et al. 2023). Then the message for which a stage would wait has already arrived, and more activations are kept.
     """
-    later_stages = stages - 1 - stage
-    warmup = min(later_stages * (1 + extra_warmup), micros)
+    warmup = (stages - 1 - stage) * (1 + extra_warmup)
     forward = list(map(Forward, range(micros)))
     backward = list(map(Backward, range(micros)))
     return with_messages(alternate(forward, backward, warmup), stage, stages)
@@ -200,13 +199,12 @@ def find_schedule(settings: Mapping[str, Any], chunks: int = 1) -> Schedule:
         raise ValueError(f"a model with {chunks} chunks a stage needs the schedule interleaved, not {name}")
     if name == "1f1b":
         return partial(one_forward_one_backward, extra_warmup=extra_warmup)
-    if name in _CUSTOM:
-        return _CUSTOM[name]
     from . import other_schedules
 
-    built_in: dict[str, Schedule] = {
+    schedules: dict[str, Schedule] = {
+        **_CUSTOM,
         "gpipe": other_schedules.gpipe,
         "interleaved": partial(other_schedules.interleaved, chunks=chunks),
         "zb-h1": other_schedules.zero_bubble,
     }
-    return built_in[name]
+    return schedules[name]

@@ -90,7 +90,7 @@ def sum_sparse(weights: Iterable[nn.Parameter], group: object) -> None:
             rows = ABSENT
         elif grad.is_sparse and grad.sparse_dim() == 1:
             rows = grad.coalesce().indices().shape[1]
-        counts = torch.cat(_gather(torch.tensor([rows], device=weight.device), group)).tolist()
+        counts = torch.cat(gather_tensors(torch.tensor([rows], device=weight.device), group)).tolist()
         if DENSE in counts:
             grad = dense_gradient(weight)
             dist.all_reduce(grad, group=group)  # type: ignore[arg-type]
@@ -111,8 +111,8 @@ def _sum_of_rows(grad: Tensor, counts: Sequence[int], group: object) -> Tensor:
     num_padding = max(counts) - len(indices)
     padded_indices = torch.cat([indices, indices.new_zeros(num_padding)])
     padded_values = torch.cat([values, values.new_zeros(num_padding, *grad.shape[1:])])
-    all_indices = _first_rows(_gather(padded_indices, group), counts)
-    all_values = _first_rows(_gather(padded_values, group), counts)
+    all_indices = _first_rows(gather_tensors(padded_indices, group), counts)
+    all_values = _first_rows(gather_tensors(padded_values, group), counts)
     return torch.sparse_coo_tensor(all_indices[None], all_values, grad.shape).coalesce()
 
 
@@ -121,7 +121,8 @@ def _first_rows(parts: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
     return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
 
-def _gather(x: Tensor, group: object) -> list[Tensor]:
+def gather_tensors(x: Tensor, group: object) -> list[Tensor]:
+    """Return x [...] of each rank of `group`; all have one shape."""
     gathered = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]  # type: ignore[arg-type]
     dist.all_gather(gathered, x.contiguous(), group=group)  # type: ignore[arg-type]
     return gathered

@@ -2,7 +2,6 @@
 
 import math
 from collections import deque
-from collections.abc import Sequence
 from functools import wraps
 from types import MethodType
 from typing import Any, NamedTuple, TypeVar
@@ -81,18 +80,20 @@ class SpikeGuard:
         global_loss, self.norm = max_with_nan(numbers).tolist()
         self._is_norm_checked = True
         if math.isfinite(global_loss) and math.isfinite(self.norm):
-            losses = [each for each, _ in self.recent]
-            norms = [each for _, each in self.recent]
-            loss_spike = self._find_spike("loss", global_loss, losses)
-            self.spike = loss_spike or self._find_spike("gradient norm", self.norm, norms)
+            loss_spike = self._find_spike("loss", global_loss, 0)
+            self.spike = loss_spike or self._find_spike("gradient norm", self.norm, 1)
             if self.spike is None:
                 self.recent.append((global_loss, self.norm))
         if self.spike is None:
             return norm
         return torch.full_like(norm, math.inf) if isinstance(norm, Tensor) else math.inf
 
-    def _find_spike(self, name: str, value: float, recent: Sequence[float]) -> Deviation | None:
-        """Return the deviation of a step's `value` from those of recent steps if it is a spike, else None."""
+    def _find_spike(self, name: str, value: float, place: int) -> Deviation | None:
+        """Return the deviation of a step's `value` from those of recent steps if it is a spike, else None.
+
+        place: index of the value in the items of `recent`.
+        """
+        recent = [each[place] for each in self.recent]
         steps = len(recent)
         if steps < self._min_steps:
             return None

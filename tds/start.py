@@ -2,7 +2,6 @@
 
 import os
 import warnings
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -31,20 +30,21 @@ PIPELINE_SETTINGS: dict[str, Any] = {
 }
 
 
-def checked_schedule(engine: Any, settings: Mapping[str, Any], chunks: int) -> Schedule:
-    """Return the schedule that `settings`, the section "pipeline" of the ds_config, names.
+def checked_schedule(engine: Any) -> Schedule:
+    """Return the schedule that the section "pipeline" of the ds_config of `engine` names.
 
     Raises ValueError for invalid settings.
     """
+    settings = engine._config.pipeline
     for key, value in settings.items():
         # No value is an instance of (), so an unknown key is refused like a value of the wrong type.
         if not isinstance(value, PIPELINE_SETTINGS.get(key, ())):
             raise ValueError(
                 f'"pipeline" in the ds_config has {key!r}: {value!r}; its settings are {PIPELINE_SETTINGS}'
             )
-    _refuse_settings(engine, settings, chunks)
-    schedule = find_schedule(settings, chunks)
-    prove_no_deadlock(schedule, engine, chunks)
+    _refuse_settings(engine)
+    schedule = find_schedule(settings, engine._chunks)
+    prove_no_deadlock(schedule, engine)
     return schedule
 
 
@@ -63,7 +63,7 @@ def raise_if_any_failed(error: Exception | None) -> None:
             raise ValueError(f"rank {rank} could not build its layers: {other_message}")
 
 
-def prove_no_deadlock(schedule: Schedule, engine: Any, chunks: int) -> None:
+def prove_no_deadlock(schedule: Schedule, engine: Any) -> None:
     """Raise ScheduleError unless training and evaluation provably end, without a deadlock, on this device.
 
     The proof holds for the engine's present number of micro-batches. Raises ValueError if a schedule that splits
@@ -92,7 +92,7 @@ def prove_no_deadlock(schedule: Schedule, engine: Any, chunks: int) -> None:
         keep_saved_tensors()  # both halves of a backward pass read them
     # The plan of training, then that of evaluation.
     _check_for_deadlocks(plan, micros, rules)
-    _check_for_deadlocks(make_plan(partial(forward_only, chunks=chunks), stages, micros), micros, rules)
+    _check_for_deadlocks(make_plan(partial(forward_only, chunks=engine._chunks), stages, micros), micros, rules)
 
 
 def _check_for_deadlocks(plan: Plan, micros: int, rules: Rules) -> None:
@@ -106,7 +106,7 @@ def _check_for_deadlocks(plan: Plan, micros: int, rules: Rules) -> None:
         raise
 
 
-def _refuse_settings(engine: Any, settings: Mapping[str, Any], chunks: int) -> None:
+def _refuse_settings(engine: Any) -> None:
     """Raise ValueError for settings that would compute wrong numbers, hang or have no effect; for profilers, warn."""
     config = engine._config
     for profiler in ("flops_profiler", "comms_logger"):
@@ -118,7 +118,7 @@ def _refuse_settings(engine: Any, settings: Mapping[str, Any], chunks: int) -> N
             "fp16 under a pipeline needs ZeRO stage 1 (without ZeRO, DeepSpeed computes a wrong gradient norm): "
             'set "zero_optimization": {"stage": 1}'
         )
-    if settings.get("schedule") == "interleaved" and chunks == 1 and engine.num_stages > 1:
+    if config.pipeline.get("schedule") == "interleaved" and engine._chunks == 1 and engine.num_stages > 1:
         raise ValueError("the schedule interleaved needs several chunks a stage: tds.PipelineModule(..., chunks=2)")
     if engine.num_stages > 1 and engine.device.type == "cuda" and os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
         raise ValueError(
@@ -175,11 +175,13 @@ def refuse_idle_stages(model: Any = None, config_class: Any = None, optimizer: A
             )
 
 
-def exchange_declarations(engine: Any, settings: Mapping[str, Any], chunks: int) -> Contract:
+def exchange_declarations(engine: Any) -> Contract:
     """Exchange the boundary declarations of all stages, and warn of weights that stages share without a tie.
 
     Raises BoundaryError on every rank if the declarations do not match.
     """
+    settings = engine._config.pipeline
+    chunks = engine._chunks
     shared = {
         "schedule": settings.get("schedule"),
         "extra_warmup": settings.get("extra_warmup"),

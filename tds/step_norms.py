@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ._deepspeed import Zero3Optimizer
 from ._torch import norms
-from .clip import weights_of
+from .clip import counted_squared_norm, weights_of
 from .optimizer_state import local_shard, stepped_tensors
 from .optimizers import torch_optimizer_of
 from .param_replicas import is_first_holder
@@ -159,4 +159,4 @@ def squared_norm(tensor: Tensor) -> Tensor:
 
     torch's own norm of a large fp32 tensor on a CPU has an error of 1e-3.
     """
-    return norms([tensor.to(torch.promote_types(tensor.dtype, torch.float32))])[0].double().square()
+    return counted_squared_norm([(tensor, True)], tensor.device)

@@ -57,7 +57,11 @@ def _agree_on_names(comms: Comm) -> dict[str, list[str]]:
     error = None
     for key, comm in comms.items():
         copies = gather_objects(_describe_copy(comm), comm["group"])
-        buffers[key] = _common_names([copy.buffers for copy in copies])
+        names = []  # those that all stages have, in one shape
+        for name, shape in copies[0].buffers.items():
+            if all(each.buffers.get(name) == shape for each in copies):
+                names.append(name)
+        buffers[key] = names
         try:
             # One name for each tensor, the first: a tensor with two names would be summed twice.
             first_names = dict[Tensor, str]()
@@ -104,11 +108,6 @@ def _tied_names(key: str, copies: Sequence[_Copy]) -> list[str]:
             )
         tied.append(name)
     return tied
-
-
-def _common_names(stages: Sequence[Shapes]) -> list[str]:
-    """Return the names that all stages have, in one shape."""
-    return [name for name, shape in stages[0].items() if all(each.get(name) == shape for each in stages)]
 
 
 def _first_stage_index(module: Any, key: str) -> int:

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,6 +85,7 @@ class _SpanObserver(Observer):
             end(mark, name, kind, *what.micro_chunk)
 
 
+@dataclass
 class Tracer:
     """The recorder of one rank.
 
@@ -91,23 +93,17 @@ class Tracer:
     newest 50 iterations are kept.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        path: Path,
-        metadata: Mapping[str, Any],
-        first: int | None = None,
-        last: int | None = None,
-    ) -> None:
-        self.path = path
-        self.metadata = dict(metadata)
+    device: torch.device
+    path: Path
+    metadata: Mapping[str, Any]
+    first: int | None = None
+    last: int | None = None
+
+    def __post_init__(self) -> None:
         self.clock: list[tuple[int, float, float]] = []
-        self._on_cpu = device.type == "cpu"
-        self._device = device
-        self._first = first
-        self._last = last
+        self._on_cpu = self.device.type == "cpu"
         # The recorded iterations and their spans; without a range, only the newest.
-        max_iterations = KEPT_ITERATIONS if last is None else None
+        max_iterations = KEPT_ITERATIONS if self.last is None else None
         self._iterations: deque[tuple[int, list[RecordedSpan]]] = deque(maxlen=max_iterations)
         self._current_spans = list[RecordedSpan]()
         self._since_write = 0  # recorded iterations since the file was written
@@ -117,9 +113,9 @@ class Tracer:
 
     def _record_reference(self) -> tuple[Any, int]:
         """Return a device event, recorded now, and the host time in ns at which the device finished it."""
-        torch.accelerator.synchronize(self._device)
-        event = timed_event(self._device)
-        torch.accelerator.synchronize(self._device)
+        torch.accelerator.synchronize(self.device)
+        event = timed_event(self.device)
+        torch.accelerator.synchronize(self.device)
         return event, time.perf_counter_ns()
 
     def iteration(self, number: int) -> None:
@@ -127,7 +123,7 @@ class Tracer:
         has_spans = bool(self._current_spans)  # whether the previous iteration was recorded
         self._since_write += has_spans
         # Without a range, each iteration is recorded, and `_iterations` drops the oldest ones.
-        self.is_recording = self._first is None or self._last is None or self._first <= number <= self._last
+        self.is_recording = self.first is None or self.last is None or self.first <= number <= self.last
         range_has_ended = has_spans and not self.is_recording
         if range_has_ended or self._since_write >= WRITE_INTERVAL:
             self.try_to_write()
@@ -141,7 +137,7 @@ class Tracer:
             return None
         if self._on_cpu:
             return SpanStart(time.perf_counter_ns(), time.thread_time_ns())
-        return SpanStart(timed_event(self._device), 0)
+        return SpanStart(timed_event(self.device), 0)
 
     def end(self, mark: SpanStart | None, name: str, kind: str, micro: int = -1, chunk: int = 0) -> None:
         """End a span. mark: the result of `begin`."""
@@ -156,7 +152,7 @@ class Tracer:
             now = time.perf_counter_ns()
             work = time.thread_time_ns() - mark.thread_ns
         else:
-            now = timed_event(self._device)
+            now = timed_event(self.device)
             work = -1
         self._current_spans.append(RecordedSpan(mark.time, now, work, name, kind, micro, chunk, size))
 

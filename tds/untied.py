@@ -87,6 +87,10 @@ def _built_layers(module: Any) -> Iterator[tuple[int, nn.Module]]:
             yield index, module.tied_modules[spec.key]
         elif isinstance(layer, nn.Module):  # else a function, which has no weights
             yield index, layer
+    last = len(module._layer_specs) - 1
+    # The last stage trains the weights of a loss function.
+    if isinstance(module.loss_fn, nn.Module) and module.stage_owner(last) == module.stage_id:
+        yield last, module.loss_fn
 
 
 def _weight_names(specs: Sequence[Any]) -> dict[nn.Parameter, str]:

@@ -127,7 +127,7 @@ def _refused(start: Start, data: str, vocab_file: str) -> list[int]:
     """Make a run whose schedule would deadlock with one micro-batch; return the numbers of which proofs were tried."""
     tried = []
 
-    def prove(schedule: Any, engine: Any, chunks: int) -> None:
+    def prove(schedule: Any, engine: Any) -> None:
         tried.append(engine.micro_batches)
         if engine.micro_batches == 1:
             raise ScheduleError("deadlock")

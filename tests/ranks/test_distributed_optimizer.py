@@ -3,13 +3,14 @@
 import copy
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import tds
 from tds import optimizer_state
@@ -354,6 +355,10 @@ def test_deepspeeds_functions_look_into_it() -> None:
 
 def _not_of_the_model() -> list[str]:
     told = []
+    tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    tied[1].weight.data = tied[0].weight.data
+    with pytest.raises(ValueError, match="two weights in one memory"):
+        tds.DistributedOptimizer(torch.optim.SGD(tied.parameters())).attach(tied, dist.group.WORLD)
     model, other = nn.Linear(2, 2), nn.Parameter(torch.ones(1))
     used = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
@@ -411,3 +416,31 @@ def test_weights_frozen_or_set_free_later_are_refused() -> None:
     for learns_first, what in ((True, "frozen"), (False, "unfrozen")):
         for said in on_ranks(2, _changed, learns_first):
             assert said.startswith(f"1 weights, the first of shape (6, 6), were {what} after tds.initialize()")
+
+
+def _steps_with_probes(own: bool, probes: bool) -> Tensor:
+    """Return the weights after two steps, between which another backward pass may run, whose gradients are dropped."""
+    torch.manual_seed(0)
+    net = tds.PipelineModule([nn.Linear(6, 6), nn.Linear(6, 6)], num_stages=1, loss_fn=nn.functional.mse_loss)
+    optimizer: Any = torch.optim.AdamW(net.parameters(), lr=0.05)
+    config = _config()
+    if own:
+        optimizer = tds.DistributedOptimizer(optimizer)
+    else:
+        config["zero_optimization"] = {"stage": 0}
+    engine = tds.initialize(model=net, optimizer=optimizer, config=config)[0]
+    _losses(engine, 1)
+    if probes:
+        (1000 * engine.module(torch.ones(4, 6)).sum()).backward()
+        engine.zero_grad()
+    _losses(engine, 1)
+    with pytest.raises(RuntimeError, match="add_param_group") if own else nullcontext():
+        engine.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_the_engine_drops_the_gradients_of_other_backward_passes(own: bool) -> None:
+    (plain,) = on_ranks(1, _steps_with_probes, own, False)
+    (probed,) = on_ranks(1, _steps_with_probes, own, True)
+    assert torch.equal(plain, probed)

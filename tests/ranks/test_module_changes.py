@@ -307,3 +307,58 @@ def _set_by_hand() -> None:
 
 def test_a_gradient_set_by_hand_counts_or_is_named() -> None:
     on_ranks(2, _set_by_hand)
+
+
+def _thawed(zero: int, dtype: torch.dtype) -> list[str]:
+    """Freeze, or unfreeze, a weight after the first step of DeepSpeed's optimizer; return the messages."""
+    said = []
+    for learns_first in (True, False):
+        net = tds.PipelineModule(layers(), num_stages=1, loss_fn=mse)
+        weight = next(net.parameters())
+        weight.requires_grad_(learns_first)
+        config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": MICROS}
+        config |= {"zero_optimization": {"stage": zero}, "bf16": {"enabled": dtype is torch.bfloat16}}
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+        engine = tds.initialize(model=net, optimizer=optimizer, config=config)[0]
+        _step(engine, 0, dtype)
+        engine.module.register_parameter("constant", nn.Parameter(torch.ones(1), requires_grad=False))  # is no error
+        weight.requires_grad_(not learns_first)
+        try:
+            _step(engine, 1, dtype)
+        except ReplacedWeightError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize(("zero", "dtype"), [(0, torch.float32), (1, torch.float32), (1, torch.bfloat16)])
+def test_a_weight_that_deepspeeds_optimizer_would_not_freeze_is_named(zero: int, dtype: torch.dtype) -> None:
+    (said,) = on_ranks(1, _thawed, zero, dtype)
+    assert len(said) == (2 if zero else 0)
+    assert all("0.weight" in each for each in said)
+
+
+def _rows_frozen_by_a_hook() -> float:
+    """Return by how much rows change whose gradients a hook sets to 0; the hook is made after the engine."""
+    torch.manual_seed(3)
+    first = nn.Linear(300, 300, bias=False)
+    net = tds.PipelineModule([first, nn.Linear(300, WIDTH)], num_stages=1, loss_fn=mse)
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1, "pipeline": {"timeout": 60}}
+    engine = tds.initialize(model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), config=config)[0]
+    before = first.weight.detach().clone()
+
+    def freeze(p: Tensor) -> None:
+        assert p.grad is not None
+        p.grad[:150] = 0
+
+    first.weight.register_post_accumulate_grad_hook(freeze)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(2 * step + dist.get_rank())
+        batch = torch.randn(4, 300, generator=generator), torch.randn(4, WIDTH, generator=generator)
+        engine.train_batch(iter([batch]))
+    change = (first.weight.detach() - before).abs()
+    assert change[150:].max() > 0
+    return float(change[:150].max())
+
+
+def test_a_hook_that_was_made_later_changes_gradients_before_they_are_reduced() -> None:
+    assert on_ranks(2, _rows_frozen_by_a_hook) == [0.0, 0.0]

@@ -106,16 +106,16 @@ def test_calls_that_block_are_refused_under_a_pipeline(monkeypatch: pytest.Monke
         num_stages=2,
         device=torch.device("cuda"),
         fp16_enabled=lambda: False,
-        _config=SimpleNamespace(torch_autocast_enabled=False, _param_dict={}),
+        _config=SimpleNamespace(pipeline={}, torch_autocast_enabled=False, _param_dict={}),
         module=SimpleNamespace(activation_checkpoint_interval=0, seed_layers=False),
     )
-    start._refuse_settings(engine, {}, 1)
+    start._refuse_settings(engine)
     engine.module = SimpleNamespace(activation_checkpoint_interval=1, seed_layers=True)
     with pytest.raises(ValueError, match="use tds.PipelineModule, or leave activation_checkpoint_interval out"):
-        start._refuse_settings(engine, {}, 1)
+        start._refuse_settings(engine)
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     with pytest.raises(ValueError, match=SENTENCES["cuda_launch_blocking_1_lets_a"]):
-        start._refuse_settings(engine, {}, 1)
+        start._refuse_settings(engine)
 
 
 def test_a_further_attempt_is_bound_to_its_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import json
 import socket
 import threading
 import time
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -148,3 +149,19 @@ def test_the_host_of_a_rank_0_that_has_ended_is_watched_no_more(monkeypatch: pyt
         connection.close()
         watch.join(5.0)
     assert not watch.is_alive()
+
+
+def test_ranks_do_not_wait_for_a_rank_0_that_watches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of rank 0's host may turn the watch off; other hosts learn this from the store."""
+    store = torch.distributed.HashStore()
+    threads: list[Any] = []
+    monkeypatch.setattr(heartbeat, "default_store", lambda: store)
+    monkeypatch.setattr(heartbeat, "spans_hosts", lambda: True)
+    monkeypatch.setattr(heartbeat, "start_thread", lambda *args: threads.append(args))
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "gloo")
+    store.set_timeout(timedelta(seconds=5))
+    for rank, seconds in ((0, "0"), (1, "45")):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        monkeypatch.setenv("TDS_HOST_TIMEOUT", seconds)
+        heartbeat.watch_hosts()
+    assert threads == []

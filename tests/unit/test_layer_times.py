@@ -2,12 +2,18 @@
 
 import itertools
 import random
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron.config.command_line import parse
+from megatron.model.gpt2_layers import gpt2_layers
 from tds.layer_times import cut_by_time, layer_times
+from tests.checkpoints.runs import Start, make
+from tests.support import on_ranks
 
 
 class _Counting(nn.Module):
@@ -34,6 +40,40 @@ def test_measuring_a_module_leaves_its_buffers(monkeypatch: pytest.MonkeyPatch) 
     assert norm.running_mean is not None and norm.running_mean.tolist() == [0, 0, 0]
     assert norm.running_var is not None and norm.running_var.tolist() == [1, 1, 1]
     assert counting.calls == 0
+
+
+@pytest.mark.parametrize("experts", [0, 2])
+def test_a_head_that_defers_its_logits_is_measured(experts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With experts, the last layer returns the deferred logits and the loss of the routers."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)  # there is one rank
+    flags = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --vocab-size 64 --seq-length 16"
+    flags += " --family gpt2 --logits-chunk-size 8"
+    if experts:
+        flags += f" --num-experts {experts}"
+    functions = []
+    for layer in gpt2_layers(parse(flags.split()), 64):
+        module = layer.build(1)
+        functions.append(partial(layer.call, module) if layer.call else module)
+    inputs = (torch.zeros(1, 16).long(), torch.arange(16)[None], torch.empty(0, dtype=torch.int16))
+    assert len(layer_times(functions, inputs, torch.device("cpu"))) == len(functions)
+
+
+def _start(folder: str, data: str, vocab_file: str, flags: str) -> None:
+    make(Start("t5-cpm", Path(folder), f"{flags} --partition-method measured"), data, vocab_file)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (1, "--pipe-parallel-size 1 --enc-seq-length 16 --max-position-embeddings 32 --seq-length 1024"),
+        (2, "--pipe-parallel-size 1 --model-parallel-size 2 --sequence-parallel --enc-seq-length 15 --seq-length 36"),
+    ],
+    ids=["learned positions", "sequence parallelism"],
+)
+def test_the_layers_of_a_t5_are_measured_on_samples_of_its_lengths(
+    ranks: int, flags: str, tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
+    on_ranks(ranks, _start, str(tmp_path), tiny_data, vocab_file, flags)
 
 
 def test_the_slowest_stretch_is_as_fast_as_can_be() -> None:
