@@ -168,10 +168,8 @@ def split_name_pattern(names: Iterable[str]) -> re.Pattern[str]:
 
     Cutting the text at the start of each match leaves no part that contains a whole name.
     """
-    cuts = []
-    for name in names:
-        if len(name) > 1:  # for the name <s>, (?<=<)s> matches s> after a <
-            cuts.append(f"(?<={re.escape(name[0])}){re.escape(name[1:])}")
+    # For the name <s>, (?<=<)s> matches s> after a <.
+    cuts = [f"(?<={re.escape(name[0])}){re.escape(name[1:])}" for name in names if len(name) > 1]
     return re.compile("|".join(cuts) or "(?!)")
 
 

@@ -144,15 +144,20 @@ class CpmVocabTokenizer(_CpmBase):
                 self.specials[token] = i
             else:
                 self._ordinary_tokens[token] = i
+            if token.startswith(WORD) and len(token) > 1:
+                self.contradiction = (
+                    f"{vocab_file} lists the pieces of a sentencepiece model, such as {token!r}: give this model "
+                    "(chinese_vocab.model for CPM-1)"
+                )
         self._max_token_length = max(map(len, vocabulary))
         self._unknown = vocabulary.get("<unk>")
         self._cached_match = lru_cache(maxsize=1 << 17)(self._match_longest)  # most words occur again and again
         self.fingerprint = fingerprint(self.name, content)
 
     def _encode_plain(self, text: str) -> IdArray:
-        cut = self._cut(text).replace(" ", SPACE).replace("\n", NEWLINE)
+        words = join_words(self._cut(text))
         ids: list[int] = []
-        for word in cut.split(SEPARATOR):  # an empty text gives one empty word, which has no ids
+        for word in words.split(" "):  # an empty text gives one empty word, which has no ids
             ids += self._cached_match(word)
         return np.array(ids, dtype=np.int32)
 

@@ -16,12 +16,14 @@ import json
 import re
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..packages import pip_install
+from .base import any_name_pattern
 
 Ids = list[NDArray[np.int32]]
 
@@ -84,8 +86,7 @@ def word_pattern(pre_tokenizer: Mapping[str, Any]) -> str:
 
 def _parts(merge: Any) -> list[str]:
     """Return the two parts of a merge, which old versions of tokenizers write as one string."""
-    parts: list[str] = merge.split(" ") if isinstance(merge, str) else merge
-    return parts
+    return merge.split(" ") if isinstance(merge, str) else merge  # type: ignore[no-any-return]
 
 
 def merge_results(model: Mapping[str, Any]) -> Iterator[str]:
@@ -192,7 +193,7 @@ class FastBpe:
         self._needs_nfc = description["normalizer"] is not None
         # Special tokens in a text are plain text here. Other added tokens are not, so that tokenizers must find them.
         added = [token["content"] for token in description["added_tokens"] if not token["special"]]
-        self._added = re.compile("|".join(map(re.escape, added)) or "(?!)")
+        self._added = any_name_pattern(added)
         ranks = {}  # bytes of a token -> its rank, which tiktoken returns in place of an id
         for rank, token in enumerate(tokens):
             ranks[bytes(byte_characters()[character] for character in token)] = rank
@@ -227,6 +228,7 @@ class FastBpe:
         return self._ids[ranks]
 
 
+@dataclass
 class BatchEncoder:
     """Encoder of batches by `tokenizers`; after SWITCH_AFTER characters, by tiktoken if the ids are the same.
 
@@ -234,20 +236,17 @@ class BatchEncoder:
     that occurs in texts which `encode_batch` cuts into parts.
     """
 
-    def __init__(
-        self, tokenizer: Any, encode_batch: Callable[[Sequence[str]], Ids], slow_texts: re.Pattern[str]
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._encode_batch = encode_batch
-        self._slow_texts = slow_texts
-        self._characters = 0  # number of characters encoded before the decision
-        self._is_decided = False
-        self._fast_bpe: FastBpe | None = None
+    tokenizer: Any
+    encode_batch: Callable[[Sequence[str]], Ids]
+    slow_texts: re.Pattern[str]
+    _characters: int = 0  # number of characters encoded before the decision
+    _is_decided: bool = False
+    _fast_bpe: FastBpe | None = None
 
     def __call__(self, texts: Sequence[str]) -> Ids:
         if self._fast_bpe is not None:
             return self._encode_fast(self._fast_bpe, texts)
-        ids = self._encode_batch(texts)
+        ids = self.encode_batch(texts)
         self._characters += sum(map(len, texts))
         if not self._is_decided and self._characters >= SWITCH_AFTER:
             self._is_decided = True
@@ -257,7 +256,7 @@ class BatchEncoder:
     def _switch(self, texts: Sequence[str], expected: Ids) -> None:
         """Use tiktoken from now on, if it can encode for the tokenizer and gives the ids `expected` for `texts`."""
         try:
-            fast_bpe = FastBpe(self._tokenizer)
+            fast_bpe = FastBpe(self.tokenizer)
         except NotPlainError:
             return
         if all(map(np.array_equal, self._encode_fast(fast_bpe, texts), expected)):
@@ -268,9 +267,9 @@ class BatchEncoder:
         fast_ids: list[NDArray[np.int32] | None] = []  # None where only `tokenizers` can encode the text
         slow_texts = []
         for text in texts:
-            ids = None if self._slow_texts.search(text) else fast_bpe.encode(text)
+            ids = None if self.slow_texts.search(text) else fast_bpe.encode(text)
             fast_ids.append(ids)
             if ids is None:
                 slow_texts.append(text)
-        slow_ids = iter(self._encode_batch(slow_texts))  # in the order of the texts, so next() replaces each None
+        slow_ids = iter(self.encode_batch(slow_texts))  # in the order of the texts, so next() replaces each None
         return [next(slow_ids) if ids is None else ids for ids in fast_ids]

@@ -79,7 +79,6 @@ class HFTokenizer(Tokenizer):
         except Exception as error:  # tokenizers raises Exception itself, no subclass
             raise TokenizerError(f"{path} is not a tokenizer.json ({str(error)[:200]})") from None
         self._configure(tokenizer, path, [read_token_name(file, "eos_token"), *END_NAMES])
-        _check_sibling_files(file, tokenizer)
         add_bos_token = read_tokenizer_config(file).get("add_bos_token")
         if add_bos_token is not None and bool(add_bos_token) != bool(self.start):
             raise TokenizerError(
@@ -98,14 +97,15 @@ class HFTokenizer(Tokenizer):
         tokenizer.encode_special_tokens = True
         self._tokenizer = tokenizer
         self._path = path
+        file = Path(path)
         vocabulary = tokenizer.get_vocab()
         self.vocab_size = max(vocabulary.values()) + 1
         end = next((name for name in end_names if name in vocabulary), None)
         if end is None:
             raise TokenizerError(f"{path} has no end-of-document token; add one of {', '.join(END_NAMES)}")
         self.eod = vocabulary[end]
-        self.bos = vocabulary.get(read_token_name(Path(path), "bos_token"))
-        self.specials, other_marks = _added_marks(tokenizer, vocabulary, Path(path), end)
+        self.bos = vocabulary.get(read_token_name(file, "bos_token"))
+        self.specials, other_marks = _added_marks(tokenizer, vocabulary, file, end)
         self.specials[end] = self.eod  # `end` need not be an added token
         self._marks = {**self.specials, **other_marks}
         added_tokens = tokenizer.get_added_tokens_decoder().items()
@@ -114,8 +114,9 @@ class HFTokenizer(Tokenizer):
         with convert_panics(path):
             self.start = _start_ids(tokenizer, self.eod)
             self._text_encoder = _PlainTextEncoder(tokenizer, self.specials)
-            self.contradiction = self._find_contradiction(Path(path))
+            self.contradiction = self._find_contradiction(file)
         self._batch_encoder = BatchEncoder(tokenizer, self._encode_batch, self._text_encoder.split_pattern)
+        _check_sibling_files(file, tokenizer)
 
     def _find_contradiction(self, path: Path) -> str:
         """Return how tokenizer_config.json contradicts the tokenizer, in words; "" if it does not."""
@@ -393,6 +394,5 @@ class Gpt2BpeTokenizer(HFTokenizer):
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=adds_space)
         tokenizer.decoder = tokenizers.decoders.ByteLevel()
         self._configure(tokenizer, path, ["<eod>", "<|endoftext|>", read_token_name(file, "eos_token"), *END_NAMES])
-        _check_sibling_files(file, tokenizer)
         kind = f"{self.name}, a space in front" if adds_space else self.name
         self.fingerprint = fingerprint(kind, file.read_bytes(), merges.read_bytes())

@@ -1,5 +1,6 @@
 """Detection and loading of the tokenizer in a file or folder."""
 
+import re
 from importlib import import_module
 from pathlib import Path
 
@@ -16,7 +17,11 @@ _CLASSES = {
     "sentencepiece": ("sentencepiece", "SentencePieceTokenizer"), "cpm": ("cpm", "CpmTokenizer"),
     "cpm-vocab": ("cpm", "CpmVocabTokenizer"), "gpt2-bpe": ("hf", "Gpt2BpeTokenizer"), "hf": ("hf", "HFTokenizer"),
 }  # fmt: skip
-VOCAB_FILES = ("tokenizer.json", "vocab.json", "gpt2-vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
+# CPM-1 has its model next to a vocab.json, which only lists the model's pieces, so the model comes first.
+VOCAB_FILES = (
+    "tokenizer.json", "chinese_vocab.model", "vocab.json", "gpt2-vocab.json", "vocab.txt", "tokenizer.model",
+    "spiece.model",
+)  # fmt: skip
 
 
 def load_tokenizer(vocab_file: str, kind: str = "auto") -> Tokenizer:
@@ -111,8 +116,7 @@ def _detect_kind(path: Path) -> str:
 
     if find_merges(path).is_file():
         return "gpt2-bpe"
-    # A tokenizer.json under another name has these keys; a CPM vocabulary maps tokens to ids.
+    # A tokenizer.json under another name has these keys and values; a CPM vocabulary maps tokens to ids.
     with open(path, "rb") as file:
         head = file.read(4096)
-    is_hf = b'"model"' in head or b'"added_tokens"' in head
-    return "hf" if is_hf else "cpm-vocab"
+    return "hf" if re.search(rb'"(model|added_tokens)"\s*:\s*[{[]', head) else "cpm-vocab"

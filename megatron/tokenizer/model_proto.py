@@ -55,7 +55,14 @@ def read_facts(content: bytes, name: str) -> ModelFacts:
                 algorithm = _fields_of(value).get(MODEL_TYPE, 1)  # by default unigram
                 facts.algorithm = ALGORITHMS.get(int(algorithm), f"type {algorithm!r}")
             elif number == NORMALIZER:
-                _set_normalization(facts, _fields_of(value))
+                # Fields of NormalizerSpec: 1 name, 2 precompiled_charsmap, 3 add_dummy_prefix, 4
+                # remove_extra_whitespaces.
+                spec = _fields_of(value)
+                if 1 in spec:
+                    facts.normalization = _require_message(spec[1]).decode()
+                facts.charsmap = _require_message(spec.get(2, b""))
+                facts.adds_prefix_space = bool(spec.get(3, facts.adds_prefix_space))
+                facts.merges_spaces = bool(spec.get(4, facts.merges_spaces))
     except (IndexError, TypeError, ValueError):
         raise TokenizerError(f"{name} is not a sentencepiece model") from None
     return facts
@@ -77,15 +84,6 @@ def with_rounded_scores(content: bytes, step: float) -> bytes:
                 (score,) = struct.unpack_from("<f", rounded, at)
                 struct.pack_into("<f", rounded, at, round(score / step) * step)
     return bytes(rounded)
-
-
-def _set_normalization(facts: ModelFacts, spec: dict[int, int | bytes]) -> None:
-    # Fields of NormalizerSpec: 1 name, 2 precompiled_charsmap, 3 add_dummy_prefix, 4 remove_extra_whitespaces.
-    if 1 in spec:
-        facts.normalization = _require_message(spec[1]).decode()
-    facts.charsmap = _require_message(spec.get(2, b""))
-    facts.adds_prefix_space = bool(spec.get(3, facts.adds_prefix_space))
-    facts.merges_spaces = bool(spec.get(4, facts.merges_spaces))
 
 
 def _require_message(value: int | bytes) -> bytes:

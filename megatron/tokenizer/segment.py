@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from ..packages import pip_install
-from .base import TokenizerError
+from .base import TokenizerError, any_name_pattern
 
 SEGMENTERS = ("jieba", "rjieba")
 _HAN = re.compile("([\u4e00-\u9fd5]+)")
@@ -59,14 +59,6 @@ def segmenter(kind: str = "jieba") -> Cut:
 @cache
 def _load_cut(kind: str) -> Cut:
     """Return the function that cuts a text into words joined by SEPARATOR."""
-    jieba = _load_jieba()
-    if kind == "rjieba":
-        return _RjiebaSegmenter(jieba).cut
-    return lambda text: SEPARATOR.join(jieba.cut(text))
-
-
-@cache
-def _load_jieba() -> Any:
     import jieba
 
     # By default, jieba caches its parsed dictionary under a well-known name in the shared temporary folder. It would
@@ -75,7 +67,9 @@ def _load_jieba() -> Any:
     with tempfile.TemporaryDirectory() as folder:
         jieba.dt.tmp_dir = folder
         jieba.initialize()
-    return jieba
+    if kind == "rjieba":
+        return _RjiebaSegmenter(jieba).cut
+    return lambda text: SEPARATOR.join(jieba.cut(text))
 
 
 @lru_cache(maxsize=1 << 17)
@@ -161,8 +155,7 @@ class _RjiebaSegmenter:
         for word, count in self._frequency.items():
             if count and len(word) > 1 and _ASCII.search(word):
                 doubtful.add(word)
-        longest_first = sorted(doubtful, key=len, reverse=True)
-        self._doubtful = re.compile("|".join(map(re.escape, longest_first)))
+        self._doubtful = any_name_pattern(doubtful)
 
     def cut(self, text: str) -> str:
         doubtful = (match.span() for match in self._doubtful.finditer(text))

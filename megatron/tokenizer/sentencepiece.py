@@ -242,12 +242,18 @@ class SentencePieceTokenizer(Tokenizer):
         model_adds_space = self._sp.normalize("a") != "a"
         # Only a part at the start of a text, or after a special token, may get the space that the model prepends.
         if after_text and model_adds_space:
-            ids: list[int] = self._no_prefix_model.encode(first_part)
+            ids = self._encode_inside_text(first_part)
         else:
             ids = super().encode_content(first_part, inside)
         for begin, end in itertools.pairwise(cuts[1:]):
-            ids += self._no_prefix_model.encode(text[begin:end])
+            ids += self._encode_inside_text(text[begin:end])
         return ids
+
+    def _encode_inside_text(self, part: str) -> list[int]:
+        """Return the ids of a part of a text that directly follows other text."""
+        if self.is_llama or not self._mark_ids:
+            return self._no_prefix_model.encode(part)  # type: ignore[no-any-return]
+        return self._encode_marked(part, self._no_prefix_model).tolist()  # type: ignore[no-any-return]
 
     def encode_batch(self, texts: Sequence[str]) -> list[IdArray]:
         ids: list[IdArray] = self._sp.encode(list(texts), num_threads=1, return_type="numpy")
@@ -288,10 +294,13 @@ class SentencePieceTokenizer(Tokenizer):
             part_ids.append(model.encode(part, return_type="numpy"))
         return np.concatenate(part_ids)
 
-    def _encode_marked(self, text: str) -> IdArray:
-        """Return the ids of a text with U+2581, which is encoded as `_mark_ids`."""
+    def _encode_marked(self, text: str, first_model: Any = None) -> IdArray:
+        """Return the ids of a text with U+2581, which is encoded as `_mark_ids`.
+
+        first_model: the model for the text before the first U+2581, by default the one that begins a text.
+        """
         first, *others = text.split(MARK)
-        ids = self._sp.encode(first)
+        ids = (first_model or self._sp).encode(first)
         for part in others:
             # A model that merges spaces drops one at the beginning of a text, unless it prepends one itself.
             keeps_space = part.startswith(" ") and self.facts.merges_spaces

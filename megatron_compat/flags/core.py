@@ -20,6 +20,7 @@ from .outcomes import (
     refer_to_json,
     refused,
     renamed,
+    sets,
     user_value,
 )
 
@@ -161,7 +162,7 @@ ROWS = (
     renamed("--moe-aux-loss-coeff", "router_aux_loss", float),
     Row("--moe-z-loss-coeff", _expert_setting("router_z_loss", user_value), float),
     renamed("--moe-input-jitter-eps", "router_jitter", float),
-    Row(EXPERT_BIAS, Translated({"router_balance": "bias"})),
+    sets(EXPERT_BIAS, router_balance="bias"),
     renamed("--moe-router-bias-update-rate", "router_bias_rate", float),
     Row("--moe-expert-capacity-factor", _DROPLESS, float),
     Row("--moe-pad-expert-input-to-capacity", _DROPLESS),
@@ -185,7 +186,7 @@ ROWS = (
     refused("--no-check-for-nan-in-loss-and-grad", "steps with a NaN or Inf gradient are always skipped"),
     Row("--fp8-format --fp8-recipe", _NO_FP8, str),
     Row("--fp8-param-gather", _NO_FP8),
-    Row("--lr-warmup-init", only("0.0", "the warmup of the learning rate always starts from 0"), float),
+    Row("--lr-warmup-init", only("0.0 0", "the warmup of the learning rate always starts from 0"), float),
     refused("--mock-data", "give --data-path; to try a run, preprocess corpus/sample.jsonl"),
     refused(
         "--data-args-path --per-split-data-args-path",

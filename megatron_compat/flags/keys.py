@@ -1,7 +1,7 @@
 """Keys of DeepSpeed's JSON file and of Hugging Face's config.json, accepted as flags and in --config files."""
 
 from .dependent import accumulation, deepspeed_warmup, warmup_iterations
-from .outcomes import ByValue, Depends, Refused, Row, Translated, renamed, same_value, user_value
+from .outcomes import ByValue, Depends, Refused, Row, Translated, renamed, same_value, sets, user_value
 
 GLOBAL_BATCH = Depends(accumulation, "--gas, computed from --batch-size and the number of replicas")
 WARMUP_ITERATIONS = Depends(warmup_iterations, "--warmup, computed as a fraction of --lr-decay-iters")
@@ -9,7 +9,6 @@ WARMUP_ITERATIONS = Depends(warmup_iterations, "--warmup, computed as a fraction
 ROWS = (
     # DeepSpeed
     renamed("--train-micro-batch-size-per-gpu", "batch_size", int),
-    Row("--train-batch-size", GLOBAL_BATCH, int),
     renamed("--gradient-accumulation-steps", "gas", int),
     renamed("--gradient-clipping", "clip_grad", float),
     Row(
@@ -61,5 +60,5 @@ ROWS = (
         ),
         float,
     ),
-    Row("--tie-word-embeddings", Translated({"tie_embeddings": True})),
+    sets("--tie-word-embeddings", tie_embeddings=True),
 )

@@ -89,14 +89,22 @@ def same_value(setting: str, note: str = "") -> Translated:
     return Translated({setting: user_value}, note)
 
 
+def sets(names: str, **settings: Any) -> Row:
+    """Return a row of flags without a value, which set `settings`."""
+    return Row(names, Translated(settings))
+
+
 def renamed(names: str, setting: str, value_type: type) -> Row:
     """Return a row of flags that are other names of the flag of `setting`: they keep the value unchanged."""
     return Row(names, same_value(setting), value_type)
 
 
-def only(value: str, reason: str) -> ByValue:
-    """Return an outcome that accepts only `value`, which this project always uses; `reason` says so."""
-    return ByValue({value: NoEffect(reason)}, Refused(reason))
+def only(spellings: str, reason: str) -> ByValue:
+    """Return an outcome that accepts only the value that this project always uses; `reason` says so.
+
+    spellings: ways to write the value, separated by spaces; a JSON file may have 0 for 0.0.
+    """
+    return ByValue(dict.fromkeys(spellings.split(), NoEffect(reason)), Refused(reason))
 
 
 def no_effect(names: str, reason: str, value_type: type | None = None) -> Row:

@@ -39,6 +39,7 @@ from .outcomes import (
     refused,
     renamed,
     same_value,
+    sets,
     user_value,
 )
 
@@ -63,7 +64,7 @@ def counted_from_1(words: Any) -> list[str]:
 MEGATRON = (
     # layout and batch
     renamed("--micro-batch-size", "batch_size", int),
-    Row("--global-batch-size", foreign_keys.GLOBAL_BATCH, int),
+    Row("--global-batch-size --train-batch-size", foreign_keys.GLOBAL_BATCH, int),
     Row(
         "--rampup-batch-size",
         Depends(rampup, "--batch-size-schedule, computed from the three numbers and the global batch size"),
@@ -87,7 +88,7 @@ MEGATRON = (
         int,
     ),
     Row("--standalone-embedding-stage", foreign_core.STAGE_SPLIT),
-    Row("--use-distributed-optimizer", Translated({"zero_stage": 1})),
+    sets("--use-distributed-optimizer", zero_stage=1),
     no_effect("--zero-reduce-scatter --zero-contigious-gradients", "DeepSpeed always does this"),
     Row("--zero-reduce-bucket-size", refer_to_json("zero_optimization", "reduce_bucket_size"), int),
     Row("--zero-allgather-bucket-size", refer_to_json("zero_optimization", "allgather_bucket_size"), int),
@@ -130,8 +131,8 @@ MEGATRON = (
             {"activation": "gelu"},
         ),
     ),
-    Row("--untie-embeddings-and-output-weights", Translated({"tie_embeddings": False})),
-    Row("--openai-gelu", Translated({"activation": "gelu-tanh"})),
+    sets("--untie-embeddings-and-output-weights", tie_embeddings=False),
+    sets("--openai-gelu", activation="gelu-tanh"),
     refused("--num-unique-layers --param-sharing-style", "layers do not share weights", str),
     refused("--apply-residual-connection-post-layernorm", "norms always come before attention and MLP (pre-LN)"),
     refused("--bert-no-binary-head", "there is no BERT model"),
@@ -161,7 +162,8 @@ MEGATRON = (
     refused("--apply-layernorm-1p", "norm weights are always stored as they are, without subtracting 1"),
     Row("--qk-layernorm", Depends(query_key_norms, "--qk-norm if --normalization is rmsnorm, refused otherwise")),
     refused("--qk-l2-norm", "the norms of --qk-norm always have a learned weight"),
-    Row("--add-qkv-bias", Translated({"qkv_bias": True})),
+    # A constant True would have an opposite, but a False only means that other settings decide.
+    Row("--add-qkv-bias", Translated({"qkv_bias": bool})),
     Row("--use-rotary-position-embeddings", _ROPE),
     Row(
         "--position-embedding-type",
@@ -227,8 +229,8 @@ MEGATRON = (
     no_effect("--synchronize-each-layer", "the flag would only slow the run down"),
     Row("--profile-backward --log-timers-to-tensorboard", foreign_core.TIMINGS),
     # precision
-    Row("--fp16", Translated({"precision": "fp16"})),
-    Row("--bf16", Translated({"precision": "bf16"})),
+    sets("--fp16", precision="fp16"),
+    sets("--bf16", precision="bf16"),
     Row("--loss-scale", refer_to_json("fp16", "loss_scale"), float),
     Row("--initial-loss-scale", refer_to_json("fp16", "initial_scale_power"), float),
     Row("--min-scale --min-loss-scale", refer_to_json("fp16", "min_loss_scale"), float),
@@ -275,7 +277,7 @@ MEGATRON = (
     Row("--lr-warmup-iters", foreign_keys.WARMUP_ITERATIONS, int),
     Row("--lr-warmup-samples", Depends(warmup_samples, "--warmup, computed as a fraction of --lr-decay-samples"), int),
     Row("--lr-warmup-tokens", Depends(warmup_tokens, "--warmup, computed as a fraction of --lr-decay-samples"), int),
-    Row("--override-lr-scheduler --override-opt_param-scheduler", Translated({"override_lr_schedule": True})),
+    sets("--override-lr-scheduler --override-opt_param-scheduler", override_lr_schedule=True),
     no_effect(
         "--use-checkpoint-lr-scheduler --use-checkpoint-opt_param-scheduler",
         "a resumed run keeps its checkpoint's schedule unless --override-lr-schedule is given",

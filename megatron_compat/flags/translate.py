@@ -16,22 +16,15 @@ from .defaults import USUAL
 from .outcomes import ByValue, Depends, NoEffect, Outcome, Refused, Translated
 from .table import FLAGS, IMPLIED, VALUES
 
-BOOLEAN_WORDS = {"true": True, "false": False}  # some launchers write these words after a flag that takes no value
+# Some launchers and JSON files write these words for a flag that takes no value.
+BOOLEAN_WORDS = {"true": True, "false": False}
 Settings = dict[str, Any]  # name of a setting -> value
 
 
 class _StoreForeignFlag(argparse.Action):
     """Action that stores the value of a foreign flag in the dict `foreign`, keyed by `dest`, its name in table.py."""
 
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        value_type = FLAGS[self.dest].value_type
-        # A flag without a value (None), or with an optional value (object). Argparse gives None if the flag stands
-        # alone, which means True. Some launchers write `true` or `false` after it.
-        if value_type in (None, object):
-            values = True if values is None else BOOLEAN_WORDS.get(values.lower(), values)
-        # Only the type `object` allows another value.
-        if value_type is None and not isinstance(values, bool):
-            parser.error(f"{option_string} takes no value, but was given {values}")
+    def __call__(self, parser: Any, namespace: Any, values: Any, *_: Any) -> None:
         namespace.foreign = getattr(namespace, "foreign", {}) | {self.dest: values}
 
 
@@ -43,7 +36,8 @@ def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
     for name, row in FLAGS.items():
         options: dict[str, Any] = {"type": row.value_type}
         if row.value_type in (None, object):
-            options = {"nargs": "?"}  # one word or none, because launchers may write `true` or `false`
+            # One word or none, because launchers may write `true` or `false`; True if the flag stands alone
+            options = {"nargs": "?", "const": True}
         elif row.value_type is list:
             options = {"nargs": "*"}
         options |= {"action": _StoreForeignFlag, "dest": name, "help": argparse.SUPPRESS}
@@ -101,11 +95,9 @@ def _suggest_replacement(theirs: str, ours: Sequence[str], given: str) -> str:
         outcome = _typical_outcome(outcome)
     if isinstance(outcome, Refused):
         return f"{theirs}? It is not accepted: {outcome.advice}"
+    flags = list(map(flag, outcome.settings)) if isinstance(outcome, Translated) else []
     # A flag without effect, or whose settings are known only later, is accepted under its own name.
-    if not isinstance(outcome, Translated) or not outcome.settings:
-        return f"{theirs}?"
-    flags = [flag(setting) for setting in outcome.settings]
-    if not set(flags) <= set(ours):
+    if not flags or not set(flags) <= set(ours):
         return f"{theirs}?"
     origin = f" ({theirs} in other projects)" if theirs != given else ""
     return f"{' and '.join(flags)}{origin}?"
@@ -182,9 +174,14 @@ class Translation(Source):
 
     def translate_all(self, flags: Mapping[str, Any]) -> None:
         """Translate all foreign flags of the source: name -> value."""
-        remaining = dict(flags)
+        remaining = {}
+        for name, value in flags.items():
+            # A flag without a value (None), or with an optional value (object)
+            if FLAGS[name].value_type in (None, object):
+                value = BOOLEAN_WORDS.get(str(value).lower(), value)
+            remaining[name] = value
         # These two flags together mean something else than each of them alone.
-        translation = with_expert_bias(flags)
+        translation = with_expert_bias(remaining)
         if translation:
             typed = []
             for name in (EXPERT_BIAS, BALANCING):
@@ -192,7 +189,7 @@ class Translation(Source):
                     typed.append(format_flag(name, remaining.pop(name)))
             self._add_settings(" ".join(typed), None, translation)  # its settings are constants
         # Megatron-LM reads the number of groups only if the other flag is True.
-        if flags.get("--group-query-attention") is False:
+        if remaining.get("--group-query-attention") is False:
             num_groups = remaining.pop("--num-query-groups", None)
             if num_groups:
                 self.notes.append("--num-query-groups has no effect without grouped-query attention")
@@ -206,7 +203,9 @@ class Translation(Source):
         framework and is ignored, with a note if the run has what the flag stands for.
         """
         outcome = FLAGS[name].outcome
-        if value is False:
+        if FLAGS[name].value_type is None and not isinstance(value, bool):
+            self.problems.append(f"{name} must be true or false, not {value!r}")
+        elif value is False:
             opposite = _opposite(name)
             if opposite:
                 self._translate(name, False, opposite)

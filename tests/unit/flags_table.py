@@ -21,6 +21,8 @@ def _ours(changed: Mapping[str, object]) -> str:
 def _shown(name: str, value: object) -> str:
     if value is not user_value and callable(value) and isinstance(USUAL[name], bool):
         return format_flag(flag(name), not USUAL[name])  # the only result that changes the setting
+    if value is bool:  # the flag takes no value
+        return flag(name)
     return f"{flag(name)} N" if value is user_value or callable(value) else format_flag(flag(name), value)
 
 

@@ -337,6 +337,25 @@ def test_a_warmup_in_iterations_is_one(total: int) -> None:
             break
 
 
+@pytest.mark.parametrize("name", ["--train-batch-size", "--global-batch-size"])
+@pytest.mark.parametrize(
+    ("flags", "setting", "expected"),
+    [
+        ("--lr-warmup-samples 320 --train-iters 100", "warmup", 320 / (100 * 64)),
+        ("--lr-warmup-iters 10 --train-samples 6400", "warmup", 10 / 100),
+        (
+            "--rampup-batch-size 16 16 3000 --train-samples 10000",
+            "batch_size_schedule",
+            "0_samples:16 1000_samples:32 2000_samples:48 3000_samples:64",
+        ),
+    ],
+)
+def test_other_flags_count_in_the_given_global_batches(flags: str, setting: str, expected: Any, name: str) -> None:
+    config, _ = taken(f"{flags} {name} 64 --batch-size 4")
+    assert config.train.gas == 16
+    assert getattr(config.optim if setting == "warmup" else config.train, setting) == expected
+
+
 def test_a_file_may_use_the_names_too(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text(json.dumps({"fp16": True, "bf16": False, "train": {"micro_batch_size": 2}, "ffn_hidden_size": 96}))
@@ -586,6 +605,55 @@ def test_a_false_turns_on_what_the_name_turns_off(key: str, setting: str, tmp_pa
     assert getattr(config.model, setting) and len(notes) == 1 and flag(setting) in notes[0]
 
 
+@pytest.mark.parametrize(("family", "has_bias"), [("gpt2", True), ("llama", False)])
+def test_a_qkv_bias_that_is_false_leaves_the_bias_to_other_settings(
+    family: str, has_bias: bool, tmp_path: Path
+) -> None:
+    """In Megatron-LM, the QKV projection has a bias if add_qkv_bias or add_bias_linear is True."""
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"add_qkv_bias": False}))
+    model = parse(["--config", str(path)], DEFAULTS[family]).model
+    assert (model.qkv_bias, model.has_qkv_bias) == (None, has_bias)
+    path.write_text(json.dumps({"add_qkv_bias": False, "disable_bias_linear": False}))
+    assert parse(["--config", str(path)], DEFAULTS[family]).model.has_qkv_bias
+
+
+@pytest.mark.parametrize("start", [0, 0.0])
+def test_a_file_may_say_that_the_warmup_starts_from_0(start: float, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"lr_warmup_init": start}))
+    config, notes = taken(f"--config {path}")
+    assert config == taken("")[0] and len(notes) == 1 and "--lr-warmup-init" in notes[0]
+    path.write_text('{"lr_warmup_init": 1e-7}')
+    with pytest.raises(ConfigError, match="--lr-warmup-init"):
+        taken(f"--config {path}")
+
+
+@pytest.mark.parametrize(
+    ("key", "setting", "values"),
+    [
+        ("bf16", "precision", {"true": "bf16", "false": "auto"}),
+        ("fp16", "precision", {"True": "fp16", "False": "auto"}),
+        ("tie_word_embeddings", "tie_embeddings", {"true": True, "false": False}),
+        ("disable_bias_linear", "hidden_bias", {"true": False, "false": True}),
+    ],
+)
+def test_a_switch_in_a_file_is_true_or_false_or_refused(
+    key: str, setting: str, values: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "a.json"
+    for word, expected in values.items():
+        path.write_text(json.dumps({key: word}))
+        config, _ = taken(f"--config {path}")
+        assert getattr(config.train if setting == "precision" else config.model, setting) == expected
+    for value in (0, 1, "no"):
+        path.write_text(json.dumps({key: value}))
+        with pytest.raises(ConfigError, match=f"a.json: --{key.replace('_', '-')} "):
+            taken(f"--config {path}")
+        with pytest.raises(ConfigError, match=f"args_defaults: --{key.replace('_', '-')} "):
+            parse([], {**DEFAULTS["gpt2"], key: value})
+
+
 def test_a_false_that_is_ignored_gets_a_note_if_the_run_has_what_it_denies(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text(json.dumps({"swiglu": False, "bf16": False}))
@@ -620,3 +688,12 @@ def test_sums_in_fp32_are_accepted_only_if_the_ds_config_leaves_them_in_fp32(
     resolved = resolve(taken(line, 2)[0], 2, fast_bf16=True)
     assert resolved.deepspeed["communication_data_type"] == "fp32"
     assert resolved.deepspeed["data_types"] == {"grad_accum_dtype": "fp32"}
+
+
+@pytest.mark.parametrize("key", ["hysteresis", "initial_scale_power"])
+@pytest.mark.parametrize("value", [[2], "two", {}], ids=str)
+def test_a_value_of_fp16_must_be_a_number_and_the_error_names_the_file(key: str, value: Any, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"fp16": {"enabled": True, key: value}}))
+    with pytest.raises(ConfigError, match=f"{path}.*{key}"):
+        taken(f"--accumulate-allreduce-grads-in-fp32 --deepspeed-config {path}", 2)

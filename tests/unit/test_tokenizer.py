@@ -18,6 +18,7 @@ from data_utils.documents import read_texts
 from data_utils.tokenizer_training import train_byte_bpe, train_cpm, train_cpm_vocab, train_sentencepiece
 from megatron.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from megatron.tokenizer.segment import SEPARATOR, Cut, segmenter
+from megatron.tokenizer.sentencepiece import open_model
 from megatron_tools.convert.hf_config import check_tokenizer
 from tests.materials import SAMPLE
 from tests.sentences import SENTENCES
@@ -146,6 +147,20 @@ def test_a_folder_of_megatron_lms_is_the_same_tokenizer(tokenizers: dict[str, To
             assert load_tokenizer(str(where)).fingerprint == tokenizers["gpt2-bpe"].fingerprint
 
 
+def test_the_folder_of_cpm_1_is_encoded_by_its_model(tmp_path: Path) -> None:
+    """Its vocab.json only lists the pieces of chinese_vocab.model, so encoding by longest match gives other ids."""
+    corpus = list(read_texts([str(SAMPLE)]))[:150]
+    model = tmp_path / "chinese_vocab.model"
+    train_cpm(corpus, str(model), 2000)
+    pieces = open_model(str(model))
+    vocabulary = {pieces.id_to_piece(i): i for i in range(pieces.vocab_size())}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
+    assert load_tokenizer(str(tmp_path)).fingerprint == load_tokenizer(str(model)).fingerprint
+    pieces_only = load_tokenizer(str(tmp_path / "vocab.json"))  # an earlier run with it continues
+    with pytest.raises(TokenizerError, match=r"vocab\.json.*\.model"):
+        pieces_only.refuse_contradiction()
+
+
 def test_cpm_is_jieba_joined_by_spaces(tokenizers: dict[str, Tokenizer], sample_corpus: Path) -> None:
     """Like CPM-1, the cpm tokenizer splits words with jieba, joins them by spaces, and encodes with sentencepiece."""
     import jieba
@@ -199,6 +214,14 @@ def test_a_published_cpm_vocabulary(tmp_path: Path, ending: str) -> None:
     assert tokenizer.encode("w" * 201) == [0]
     assert tokenizer.decode(tokenizer.encode("你好 世界\n")) == "你好 世界\n"
     assert (tokenizer.eod, tokenizer.specials["<s_0>"], tokenizer.padded_vocab_size(128)) == (1, 2, 128)
+
+
+@pytest.mark.parametrize("key", ["model", "added_tokens"])
+def test_a_cpm_vocabulary_may_have_a_key_of_a_tokenizer_json_as_token(key: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps({"<unk>": 0, "<eod>": 1, key: 2, "a": 3}))
+    tokenizer = load_tokenizer(str(path))
+    assert (tokenizer.name, tokenizer.vocab_size, tokenizer.encode("a")) == ("cpm-vocab", 4, [3])
 
 
 def test_a_sentencepiece_model_of_text_with_marks_of_cpm_is_not_cpm(tmp_path: Path) -> None:
@@ -396,6 +419,13 @@ def test_marks_that_a_sentencepiece_model_finds_in_texts(tmp_path: Path) -> None
     assert ours.encode(text).count(end) == 2 and end not in ours.encode_content(text)
     assert ours.decode(ours.encode_content(text)) == text
     assert ours.encode_content("The river\nruns") == ours.encode("The river\nruns")
+
+
+@pytest.mark.parametrize("place", [{}, {"inside": True}, {"inside": True, "after_text": True}], ids=str)
+def test_a_u_2581_in_content_comes_back(place: dict[str, bool], tmp_path: Path) -> None:
+    ours = load_tokenizer(str(llama_folder(tmp_path, None, user_defined_symbols=["<|im_end|>"])))
+    for text in ("a\u2581b", "\u2581a \u2581", "a<|im_end|>\u2581river \u2581 b"):
+        assert ours.decode(ours.encode_content(text, **place)) == text
 
 
 def test_added_tokens_that_are_not_special(tmp_path: Path) -> None:
