@@ -100,7 +100,7 @@ class ParallelMLP(nn.Module):
         self.recomputes_activation = "activation" in config.recompute_modules and config.activation != "relu"
         self.dense_h_to_4h = mpu.ColumnParallelLinear(
             config.hidden_size,
-            config.ff_size * (2 if config.is_gated else 1),  # gate and value
+            config.ff_size * config.inner_projections,
             bias=config.hidden_bias,
             gather_output=False,
             init_method=mpu.normal(config.hidden_std),

@@ -86,18 +86,6 @@ def _blocks(piece: Piece, heads: int) -> Iterator[Piece]:
         yield Piece(piece.row, slice(begin, end), keys, mask, piece.causal)
 
 
-def _attend_by_torch(
-    piece: Piece, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float
-) -> Tensor:
-    """Run torch's fused attention on a piece of one row -> [1, n, q, d]."""
-    mask = piece.visible(query.device)
-    if bias is not None:
-        block_bias = bias.detach()[:, :, piece.queries, piece.keys]  # the kernel rejects one that requires a gradient
-        mask = block_bias if mask is None else block_bias.masked_fill(~mask, -torch.inf)
-    q, k, v = piece.cut(query, key, value)
-    return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
-
-
 class _BlockAttention(torch.autograd.Function):
     """`block_attention`, block by block. The backward pass computes the probabilities of each block again."""
 
@@ -122,8 +110,13 @@ class _BlockAttention(torch.autograd.Function):
         out = empty_like_linear(query)
         if not ctx.in_onednn or has_amx_tiles():  # with AMX, torch's forward pass is several times as fast
             for piece in ctx.pieces:
+                mask = piece.visible(query.device)
+                if bias is not None:  # the kernel rejects one that requires a gradient
+                    piece_bias = bias.detach()[:, :, piece.queries, piece.keys]
+                    mask = piece_bias if mask is None else piece_bias.masked_fill(~mask, -torch.inf)
+                q, k, v = piece.cut(query, key, value)
                 (piece_out,) = piece.cut(out)
-                piece_out.copy_(_attend_by_torch(piece, query, key, value, bias, scale))
+                piece_out.copy_(scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True))
             return out
         # A piece is one row of the batch with its queries and keys, cut into blocks along its queries. The r query
         # heads of a group share their keys, so their queries are one matrix [r * q, d]. A causal block sees only the
@@ -152,7 +145,7 @@ class _BlockAttention(torch.autograd.Function):
                 return None, None, None, bias_grad, None, None, None
         query, key, value, bias = ctx.saved_tensors
         scale: float = ctx.scale
-        wide_dtype = torch.promote_types(query.dtype, torch.float32)
+        wide_dtype = mpu.wide_dtype(query)
         factor_dtype = query.dtype if ctx.in_onednn else wide_dtype
         query_grad = empty_like_linear(query)
         key_grad = empty_like_linear(key)
@@ -195,7 +188,7 @@ class _BlockAttention(torch.autograd.Function):
 
 def _transposed(x: Tensor, in_onednn: bool) -> Tensor:
     """Return keys or values [g, k, d] as [g, d, k], in fp32 or fp64; oneDNN copies blocks of views with each call."""
-    transposed = x.mT.to(torch.promote_types(x.dtype, torch.float32))
+    transposed = x.mT.to(mpu.wide_dtype(x))
     return transposed.contiguous() if in_onednn else transposed
 
 

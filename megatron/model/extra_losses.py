@@ -85,7 +85,7 @@ def _evaluate(loss: "TokenLoss", logits: Tensor, labels: Tensor) -> tuple[Tensor
     if loss.is_text is None or torch.is_grad_enabled():
         return values, {}
     is_text = loss.is_text(labels)
-    return values, sum_over_text(logits, labels, losses, is_text, loss.vocab_size, loss.axis)
+    return values, sum_over_text(loss, logits, labels, losses, is_text)
 
 
 def _evaluate_chunks(loss: "TokenLoss", logits: mpu.DeferredLogits, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -104,14 +104,12 @@ def _evaluate_chunks(loss: "TokenLoss", logits: mpu.DeferredLogits, labels: Tens
     return all_values, {name: torch.stack(chunk_sums).sum() for name, chunk_sums in sums.items()}
 
 
-def sum_over_text(
-    logits: Tensor, labels: Tensor, losses: Tensor, text: Tensor, vocab_size: int, axis: mpu.Axis
-) -> dict[str, Tensor]:
+def sum_over_text(loss: "TokenLoss", logits: Tensor, labels: Tensor, losses: Tensor, text: Tensor) -> dict[str, Tensor]:
     """Return sums over text tokens: of the losses, of correct predictions, and of the tokens, scalars in fp64.
 
     logits: [s, b, v/t]. labels, losses, text: [b, s] each.
     """
-    is_correct = mpu.vocab_parallel_right(logits, labels.t(), vocab_size, axis=axis).t()
+    is_correct = mpu.vocab_parallel_right(logits, labels.t(), loss.vocab_size, axis=loss.axis).t()
     text_values = {
         "text_loss": losses * text,
         "text_right": is_correct & text,
@@ -128,7 +126,7 @@ def reference_losses(
     logits: [s, b, v/t].
     """
     full_logits = mpu.gather_from_model_parallel_region(logits, axis)[..., :vocab_size]
-    wide_logits = full_logits.to(torch.promote_types(full_logits.dtype, torch.float32))
+    wide_logits = full_logits.to(mpu.wide_dtype(full_logits))
     losses = F.cross_entropy(wide_logits.permute(1, 2, 0), labels, reduction="none")
     if not z_loss:
         return losses, torch.zeros_like(losses)

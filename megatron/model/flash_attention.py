@@ -48,7 +48,7 @@ class _FlashAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float, axis: mpu.Axis | None
     ) -> Tensor:
-        sums_dtype = torch.promote_types(query.dtype, torch.float32)
+        sums_dtype = mpu.wide_dtype(query)
         out = empty_like_linear(query)
         log_sums = query.new_empty(query.shape[:3], dtype=sums_dtype)
         keys, values = repeat_heads(query, *gather_kv_without_grad(key, value, axis))

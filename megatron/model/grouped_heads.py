@@ -52,9 +52,8 @@ def split_grouped_heads(
     groups: int,
     size: int,
     parts: Parts,
-    angles: Rotation | None = None,
-    *,
-    unfused: bool = False,
+    angles: Rotation | None,
+    unfused: bool,
 ) -> tuple[Tensor, ...]:
     """Split `fused` [s, b, g * sum(parts) * d] into one tensor [b, g * part, s, d] for each part, in one buffer.
 

@@ -6,7 +6,8 @@ from megatron import mpu
 from megatron.config import ModelConfig, mup
 from megatron.config.mup import Growth
 
-from .block import ParallelMLP, TransformerLayer
+from .block import ParallelMLP
+from .layer_stack import transformer_layers
 from .mixture import Expert
 from .muon_parameters import muon_parameters
 
@@ -21,7 +22,12 @@ def layer_lr_factors(model: nn.Module, config: ModelConfig, muon: str | None = N
     if config.mup_base_hidden_size is None:
         return {}
     muon_weights = muon_parameters(model) if muon else set()
-    growth = _growth_of_mlps(model, config)
+    growth = {}  # how much larger the matrices of MLPs and experts are than in muP's base model
+    for mlp in model.modules():
+        if isinstance(mlp, ParallelMLP):
+            inner_growth = config.expert_ff_growth if isinstance(mlp, Expert) else config.ff_growth
+            growth[mlp.dense_h_to_4h.weight] = Growth(config.width_factor, inner_growth)
+            growth[mlp.dense_4h_to_h.weight] = Growth(inner_growth, config.width_factor)
     default_growth = Growth(config.width_factor, config.width_factor)
 
     def divisor(p: nn.Parameter) -> float:
@@ -37,19 +43,7 @@ def layer_lr_factors(model: nn.Module, config: ModelConfig, muon: str | None = N
         return weight_growth.inputs
 
     factors = {}
-    for layer in model.modules():
-        if isinstance(layer, TransformerLayer):
-            for p in layer.parameters():
-                factors[p] = layer.branch_factor / divisor(p)
+    for layer in transformer_layers(model):
+        for p in layer.parameters():
+            factors[p] = layer.branch_factor / divisor(p)
     return factors
-
-
-def _growth_of_mlps(model: nn.Module, config: ModelConfig) -> dict[nn.Parameter, Growth]:
-    """Return how much larger the matrices of MLPs and experts are than in muP's base model."""
-    growth_by_weight = {}
-    for mlp in model.modules():
-        if isinstance(mlp, ParallelMLP):
-            inner_growth = config.expert_ff_growth if isinstance(mlp, Expert) else config.ff_growth
-            growth_by_weight[mlp.dense_h_to_4h.weight] = Growth(config.width_factor, inner_growth)
-            growth_by_weight[mlp.dense_4h_to_h.weight] = Growth(inner_growth, config.width_factor)
-    return growth_by_weight

@@ -107,13 +107,13 @@ def _grouped_matmul(rows: Tensor, weights: Iterable[Tensor], ends: Tensor) -> Te
 # products. Compiled into one kernel, they are faster on CUDA than torch.bmm, which is slow for many tiny matmuls.
 def _sum_outputs(weights: Tensor, outputs: Tensor) -> Tensor:
     """Sum outputs [n, k, h] by weights [n, 1, k]: [n, 1, h]. Sums are computed in at least fp32."""
-    wide = torch.promote_types(outputs.dtype, torch.float32)
+    wide = mpu.wide_dtype(outputs)
     return (weights.mT.to(wide) * outputs).sum(1, keepdim=True).to(outputs.dtype)
 
 
 def _gradient_of_weights(grad: Tensor, outputs: Tensor) -> Tensor:
     """Return the gradient of the weights [n, 1, k] from grad [n, 1, h] and outputs [n, k, h]."""
-    wide = torch.promote_types(outputs.dtype, torch.float32)
+    wide = mpu.wide_dtype(outputs)
     return (outputs.to(wide) * grad).sum(-1).unsqueeze(1).to(outputs.dtype)
 
 
@@ -215,10 +215,7 @@ class Mixture(nn.Module):
         experts = cast(list[Expert], list(self.experts.values()))
         if not can_group_matmuls(rows, experts):
             parts = rows.split(counts.tolist())  # type: ignore[no-untyped-call]
-            outputs = []
-            for expert, rows_of_expert in zip(experts, parts, strict=True):
-                outputs.append(expert(rows_of_expert))
-            return torch.cat(outputs)
+            return torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
         ends = counts.cumsum(0, dtype=torch.int32)  # counts (3, 0, 2) give (3, 3, 5)
         up_weights = [expert.dense_h_to_4h.weight for expert in experts]
         down_weights = [expert.dense_4h_to_h.weight for expert in experts]

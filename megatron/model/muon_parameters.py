@@ -4,8 +4,8 @@ from torch import Tensor, nn
 
 from megatron import mpu
 
-from .block import TransformerLayer
 from .gpt2_layers import ModelStart
+from .layer_stack import transformer_layers
 from .layers import global_parameters
 
 Weights = set[nn.Parameter]
@@ -17,11 +17,10 @@ def muon_parameters(model: nn.Module) -> Weights:
     The attribute `use_muon` of a weight, True or False, overrides this choice; DeepSpeed reads the same attribute.
     """
     layer_weights = set[Tensor]()
-    for layer in model.modules():
-        if isinstance(layer, TransformerLayer):
-            for module in layer.modules():
-                if isinstance(module, (nn.Linear, mpu.ColumnParallelLinear, mpu.RowParallelLinear)):
-                    layer_weights.add(module.weight)
+    for layer in transformer_layers(model):
+        for module in layer.modules():
+            if isinstance(module, (nn.Linear, mpu.ColumnParallelLinear, mpu.RowParallelLinear)):
+                layer_weights.add(module.weight)
     chosen = Weights()
     for p in model.parameters():
         if p.requires_grad and getattr(p, "use_muon", p in layer_weights):

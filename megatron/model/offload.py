@@ -71,10 +71,8 @@ class CopyStreams:
         self.last: weakref.ref[LayerActivations] | None = None
 
 
-@cache
-def copy_streams(device: torch.device) -> CopyStreams:
-    """Return the copy streams of `device`; each process creates them once and shares them among all layers."""
-    return CopyStreams(device)
+# Returns the copy streams of a device; each process creates them once and shares them among all layers.
+copy_streams = cache(CopyStreams)
 
 
 class OffloadedStorage:

@@ -18,10 +18,11 @@ def sizes_of_parameters(model: Any, among: Collection[nn.Parameter] | None = Non
     Collective over the stages and the expert-parallel ranks. among: count only these weights.
     """
     mesh = mpu.get_mesh()
-    sizes: dict[str, int] = {}
-    for name, p in global_parameters(model):
-        if among is None or p in among:
-            sizes[name] = math.prod(mpu.spec_of(p).full_shape)
+    sizes = {
+        name: math.prod(mpu.spec_of(p).full_shape)
+        for name, p in global_parameters(model)
+        if among is None or p in among
+    }
     # First add the weights of the other stages, then the other experts of all stages. Names are global, so a tied
     # weight, which several stages hold, stays one entry.
     for axis in (mesh.pipe, mesh.expert):

@@ -64,7 +64,7 @@ def position_bias(table: Tensor, queries: int, keys: int, config: ModelConfig, c
 
     The look-ups run in at least fp32, because their backward pass adds many gradients to each row of the table.
     """
-    wide_table = table.to(torch.promote_types(table.dtype, torch.float32))
+    wide_table = table.to(mpu.wide_dtype(table))
     num_buckets = config.relative_attention_num_buckets
     max_distance = config.relative_attention_max_distance
     if "relative-positions" in config.reference_ops:

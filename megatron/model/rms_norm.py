@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron import mpu
@@ -28,7 +29,7 @@ class RMSNorm(nn.RMSNorm):
 
 def _normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return x [..., h] normalised and multiplied by weight [h], and the factor of each row, [..., 1]."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = x.to(mpu.wide_dtype(x))
     sum_of_squares = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
     factor = (sum_of_squares / x.shape[-1] + eps).rsqrt_()
     return (wide * factor).to(x.dtype).mul_(weight), factor
@@ -41,11 +42,15 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out, factor = _normalise(x, weight, eps)
         ctx.save_for_backward(x, weight, factor)
+        ctx.eps = eps
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
         x, weight, factor = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True needs `factor` in the graph, too
+            gradients_of: Any = torch.func.vjp(lambda x, w: F.rms_norm(x, w.shape, w, ctx.eps), x, weight)[1]
+            return *gradients_of(grad), None
         normalised = x * factor  # fp32
         x_grad = None
         weight_grad = None

@@ -69,7 +69,7 @@ class Router(nn.Module):
         text: which tokens count in the loss and in `tokens`; None for all.
         """
         config = self.config
-        x = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+        x = hidden.to(mpu.wide_dtype(hidden))
         if self.training and config.router_jitter:
             # Multiply each input by a random number between 1 - jitter and 1 + jitter.
             with self.stream.rng.fork(self.stream.name, x.device, self.stream.split):

@@ -9,6 +9,7 @@ from .loss import IsText, TokenLoss
 from .masks import no_documents
 from .pipe import TIED_WEIGHTS, LayerStackPipe
 from .t5 import t5_layers
+from .work import sample_lengths
 
 
 class T5ModelPipe(LayerStackPipe):
@@ -23,11 +24,15 @@ class T5ModelPipe(LayerStackPipe):
     def __init__(self, config: Config, is_text: IsText | None = None) -> None:
         vocab_size = vocab_size_of(config)
         b = config.train.batch_size
-        d = config.data
-        # tds measures the layers on this example with --partition-method measured. Values do not matter, and a missing
-        # decoder length is guessed. Decoder tokens are int32, because they cross all stages of the encoder.
-        encoder = torch.zeros(b, d.enc_seq_length or d.seq_length).long()
-        decoder = torch.zeros(b, d.dec_seq_length or d.seq_length // 4).int()
+        # tds measures the layers on this example with --partition-method measured. Values do not matter. Decoder tokens
+        # are int32, because they cross all stages of the encoder.
+        encoder_length, decoder_length = sample_lengths(config)
+        if config.model.position_embedding == "learned":
+            decoder_length = min(decoder_length, config.positions)
+        # Sequence parallelism needs lengths that are multiples of the number of ranks.
+        ranks = config.parallel.model_parallel_size
+        encoder = torch.zeros(b, max(encoder_length // ranks, 1) * ranks).long()
+        decoder = torch.zeros(b, max(decoder_length // ranks, 1) * ranks).int()
         ids = no_documents(encoder.device)
         example = (encoder, decoder, ids, ids)
         loss = TokenLoss.from_config(config, vocab_size, is_text)

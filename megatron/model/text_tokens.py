@@ -49,7 +49,6 @@ def count_text_tokens(tokens: Tensor, document_ids: Tensor, context: mpu.Axis) -
     """
     if not document_ids.numel():
         # All are text. `tokens` are only this rank's, unlike document ids, so they are not divided again.
-        num_tokens = float(tokens.numel())
-        return torch.full((1,), num_tokens, dtype=torch.float64, device=tokens.device)
+        return torch.full((1,), tokens.numel(), dtype=torch.float64, device=tokens.device)
     is_text = document_ids != 0
     return is_text.sum(dtype=torch.float64).view(1) / context.size

@@ -12,7 +12,7 @@ def mlp_work(m: ModelConfig, layer: int) -> int:
 
     Those of a mixture are of the router, of a token's experts, of the shared experts and of their gate.
     """
-    matrices = 3 if m.is_gated else 2  # gate, value and output, or only the last two
+    matrices = m.inner_projections + 1  # one more for the output
     if not m.has_experts(layer):
         return m.hidden_size * m.ff_size * matrices
     width = m.expert_ff_size * (m.experts_per_token + m.num_shared_experts)  # of the experts that a token uses
@@ -27,7 +27,7 @@ def idle_weights(m: ModelConfig) -> int:
         return 0
     layers_with_experts = sum(map(m.has_experts, range(m.num_layers)))
     idle_experts = m.num_experts - m.experts_per_token
-    up_width = m.expert_ff_size * (2 if m.is_gated else 1)  # gate and value
+    up_width = m.expert_ff_size * m.inner_projections
     matrices = m.hidden_size * (up_width + m.expert_ff_size)
     biases = (up_width + m.hidden_size) * m.hidden_bias  # 0 without --hidden-bias
     return layers_with_experts * idle_experts * (matrices + biases)

@@ -14,7 +14,16 @@ from .._torch import onednn_is_there
 from ..seeds import derive_seed
 from .building import after_each_layer, built_with
 from .cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_losses
-from .current import ParallelContext, current_mesh, defer_init, make_context, parallel_context, set_context, skip_init
+from .current import (
+    ParallelContext,
+    current_mesh,
+    defer_init,
+    make_context,
+    model_parallel_is_initialized,
+    parallel_context,
+    set_context,
+    skip_init,
+)
 from .data import broadcast_data
 from .dropout import Stream
 from .fused_rows import FusedRows
@@ -31,7 +40,6 @@ from .groups import (
     get_pipe_parallel_group,
     get_pipe_parallel_rank,
     get_pipe_parallel_world_size,
-    model_parallel_is_initialized,
 )  # fmt: skip
 from .layers import ColumnParallelLinear, LayerNorm, RowParallelLinear, VocabParallelEmbedding
 from .linear import needs_grad
@@ -64,7 +72,7 @@ from .sequence import (
     whole_length,
 )  # fmt: skip
 from .subgroups import neighbours
-from .vocab_shards import padded_vocab_size
+from .vocab_shards import padded_vocab_size, wide_dtype
 from .wide_sums import embedding
 
 if TYPE_CHECKING:
@@ -198,5 +206,5 @@ __all__ = [
     "scatter_to_sequence_parallel_region", "seeded", "sequence_axis", "set_model_parallel_rank",
     "set_model_parallel_world_size", "sharded_by_zero", "skip_init", "spec_of", "split_tensor_along_last_dim",
     "vocab_parallel_cross_entropy", "vocab_parallel_losses", "vocab_parallel_right", "whole_length", "whole_logits",
-    "zeros",
+    "wide_dtype", "zeros",
 ]  # fmt: skip

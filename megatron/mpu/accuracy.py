@@ -7,7 +7,7 @@ from .cross_entropy import localize_targets
 from .current import current_mesh
 from .mappings import reduce_from_model_parallel_region
 from .mesh import Axis
-from .vocab_shards import check_same_tokens, max_over_ranks
+from .vocab_shards import check_same_tokens, max_over_ranks, wide_dtype
 
 
 @torch.no_grad()
@@ -23,7 +23,7 @@ def vocab_parallel_right(
     axis = axis or current_mesh().model
     shard_size = logits.shape[-1]
     local_ids, is_local, real_rows = localize_targets(logits, target, vocab_size or shard_size * axis.size, axis)
-    dtype = torch.promote_types(logits.dtype, torch.float32)
+    dtype = wide_dtype(logits)
     # own_best[0]: this rank's largest logit. own_best[1]: the target's logit, minus infinity if another rank holds it.
     own_best = logits.new_full((2, *target.shape), -torch.inf, dtype=dtype)
     if real_rows:
@@ -46,8 +46,7 @@ def excess_over_mean(logits: Tensor, target: Tensor, vocab_size: int, axis: Axis
     Label smoothing adds it to the cross entropy (Szegedy et al. 2016). logits: [n, v/t]. target: [n] ids < vocab_size.
     """
     local_ids, is_local, real_rows = localize_targets(logits, target, vocab_size, axis)
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    wide_logits = logits.to(dtype)
+    wide_logits = logits.to(wide_dtype(logits))
     # Only one rank has the target's logit; on the others it is 0 here. Each rank subtracts its share of the mean.
     target_logit = wide_logits.gather(-1, local_ids.unsqueeze(-1)).squeeze(-1)
     target_logit = target_logit.masked_fill(~is_local, 0.0)

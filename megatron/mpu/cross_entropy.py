@@ -15,7 +15,7 @@ from torch import Tensor
 from ..autocast import refuse_second_derivatives
 from .current import current_mesh
 from .mesh import Axis
-from .vocab_shards import check_same_tokens, max_over_ranks, reduce_in_place
+from .vocab_shards import check_same_tokens, max_over_ranks, reduce_in_place, wide_dtype
 
 # Number of logits per chunk: 64 MiB in fp32 on accelerators, and 4 MiB on a CPU, where a chunk should fit its cache.
 CHUNK = 1 << 24
@@ -58,7 +58,7 @@ def _losses_over_ranks(logits: Tensor, real_rows: int, target: Tensor, axis: Axi
     and the sum over all ranks.
     """
     real_logits = logits[:, :real_rows]
-    dtype = torch.promote_types(real_logits.dtype, torch.float32)
+    dtype = wide_dtype(real_logits)
     # These values remain if this rank holds only padding. It then contributes nothing, as exp(-inf) is 0.
     own_max = torch.full_like(target, -torch.inf, dtype=dtype)
     max_prob = torch.ones_like(own_max)  # probability of this rank's largest logit among its own logits
@@ -136,7 +136,7 @@ def compute_losses(
     logits: [n, v/t]. target: [n]. The z-loss is z_loss * (log Z)^2. Both losses are fp32 (fp64 for fp64 logits).
     """
     local_ids, is_local, real_rows = localize_targets(logits, target, vocab_size, axis)
-    dtype = torch.promote_types(logits.dtype, torch.float32)
+    dtype = wide_dtype(logits)
     share = torch.ones_like(target, dtype=dtype)  # one rank has the whole mass, and the fused functions need no share
     max_logit = share  # placeholders: only the fused functions set and read max_logit and log_sum
     log_sum = share

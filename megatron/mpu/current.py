@@ -44,7 +44,7 @@ def set_context(context: ParallelContext | None) -> None:
     _Current.context = context
 
 
-def is_initialized() -> bool:
+def model_parallel_is_initialized() -> bool:
     """Return whether this process has a current mesh."""
     return _Current.context is not None
 

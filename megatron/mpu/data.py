@@ -64,7 +64,8 @@ def broadcast_data(
 
 
 def default_device(axis: Axis) -> torch.device:
-    """Return the device on which the group's ranks compute: the CPU for gloo or if there is no accelerator."""
+    """Return the device on which the group's ranks compute: the CPU for gloo, on a Mac or without an accelerator."""
     if axis.group is not None and dist.get_backend(axis.group) == "gloo":
         return torch.device("cpu")
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return device if device is not None and device.type != "mps" else torch.device("cpu")

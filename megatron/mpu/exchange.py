@@ -3,7 +3,6 @@
 Shapes: n rows that this rank sends, m rows that it receives, h hidden.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,15 +13,15 @@ from ..autocast import refuse_second_derivatives
 from .mesh import Axis
 
 
-def _exchange(x: Tensor, sends: Sequence[int], receives: Sequence[int], axis: Axis) -> Tensor:
+def _exchange(x: Tensor, sends: list[int], receives: list[int], axis: Axis) -> Tensor:
     received = x.new_empty(sum(receives), *x.shape[1:])
-    dist.all_to_all_single(received, x.contiguous(), list(receives), list(sends), group=axis.group)
+    dist.all_to_all_single(received, x.contiguous(), receives, sends, group=axis.group)
     return received
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sends: Sequence[int], receives: Sequence[int], axis: Axis) -> Tensor:
+    def forward(ctx: Any, x: Tensor, sends: list[int], receives: list[int], axis: Axis) -> Tensor:
         ctx.backward_args = receives, sends, axis  # swapped: each gradient returns to the sender of its row
         return _exchange(x, sends, receives, axis)
 
@@ -32,7 +31,7 @@ class _Exchange(torch.autograd.Function):
         return _exchange(grad, *ctx.backward_args), None, None, None
 
 
-def exchange_rows(x: Tensor, sends: Sequence[int], receives: Sequence[int], axis: Axis) -> Tensor:
+def exchange_rows(x: Tensor, sends: list[int], receives: list[int], axis: Axis) -> Tensor:
     """Send rows of x [n, h] to the ranks of `axis`, and return the rows [m, h] that arrive, in the order of ranks.
 
     sends, receives: number of rows for and from each rank, possibly 0; x holds the rows in the order of ranks. All

@@ -10,7 +10,7 @@ from megatron.fused import Fused
 
 from .cross_entropy import LossState, loss_from_log_sum, token_chunks
 from .mesh import Axis
-from .vocab_shards import max_over_ranks, reduce_in_place
+from .vocab_shards import max_over_ranks, reduce_in_place, wide_dtype
 
 # Number of logits per call. The limit, 1 GiB in fp32, is for functions that torch.compile leaves as they are.
 FUSED_CHUNK = 1 << 28
@@ -38,7 +38,7 @@ def fused_losses(logits: Tensor, real_rows: int, target: Tensor, axis: Axis) -> 
     Arguments are those of `_losses_over_ranks`.
     """
     real_logits = logits[:, :real_rows]
-    dtype = torch.promote_types(real_logits.dtype, torch.float32)
+    dtype = wide_dtype(real_logits)
     stats = torch.zeros(2, len(target), dtype=dtype, device=real_logits.device)
     if real_rows:
         for chunk in token_chunks(real_logits, FUSED_CHUNK):

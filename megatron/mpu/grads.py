@@ -9,6 +9,7 @@ from tds import clip
 from tds.param_replicas import replica_squared_norm
 
 from .current import current_mesh
+from .data import default_device
 from .mesh import Mesh
 from .vocab_shards import reduce_in_place
 
@@ -40,7 +41,11 @@ def grad_norm(parameters: Iterable[nn.Parameter] | nn.Parameter, mesh: Mesh | No
     mesh = mesh or current_mesh()
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)  # type: ignore[list-item]
     grads = [p.grad for p in parameters if p.grad is not None]
-    device = parameters[0].device if parameters else torch.device("cpu")
+    device = torch.device("cpu")
+    if parameters:
+        device = parameters[0].device
+    elif mesh.replica.size > 1:  # the other ranks may have parameters
+        device = default_device(mesh.replica)
     # This rank's part: its shards, and on model-parallel rank 0 also the weights that all these ranks hold. The data
     # ranks hold equal gradients, except those of experts, whose squares are summed over the data group.
     squared_norm = replica_squared_norm(parameters, mesh.model.rank, device, mesh.data.group)

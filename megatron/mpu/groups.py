@@ -2,13 +2,8 @@
 
 import torch.distributed as dist
 
-from .current import current_mesh, is_initialized
+from .current import current_mesh
 from .mesh import Axis, group_of_members
-
-
-def model_parallel_is_initialized() -> bool:
-    """Return whether this process has a current mesh."""
-    return is_initialized()
 
 
 def get_model_parallel_rank() -> int:

@@ -154,6 +154,8 @@ class _Linear(torch.autograd.Function):
         """Return the gradients of the inputs 0 x, 1 weight and 2 bias; grad [..., o/t] is that of the output."""
         x, weight = ctx.saved_tensors
         plan: _LinearPlan = ctx.plan
+        if torch.is_grad_enabled():  # create_graph=True needs second derivatives, which oneDNN lacks
+            plan = plan._replace(second_kernel=SecondKernelUse())
         input_grad = weight_grad = bias_grad = pending_x = pending_grad = None
         # The all-gather starts first, so that all ranks start the same collectives in the same order.
         if needs_grad(ctx, 1) and plan.sequence.size > 1:
@@ -170,7 +172,7 @@ class _Linear(torch.autograd.Function):
         if needs_grad(ctx, 1):
             if pending_x is not None:
                 x = pending_x.wait()
-            weight_grad = _weight_gradient(ctx, flat_grad, x.reshape(-1, x.shape[-1]))
+            weight_grad = _weight_gradient(ctx, plan, flat_grad, x.reshape(-1, x.shape[-1]))
         if needs_grad(ctx, 2):
             bias_grad = flat_grad.sum(0)
         if pending_grad is not None:
@@ -178,19 +180,19 @@ class _Linear(torch.autograd.Function):
         return input_grad, weight_grad, bias_grad, None
 
 
-def _weight_gradient(ctx: Any, grad: Tensor, x: Tensor) -> Tensor | None:
+def _weight_gradient(ctx: Any, plan: _LinearPlan, grad: Tensor, x: Tensor) -> Tensor | None:
     """Return the transpose of grad [n, o] times x [n, i], for n tokens; None if `accumulate` did the work.
 
     `accumulate` runs the matmul and adds its result to the accumulated gradient in one pass over memory.
     """
-    accumulate = ctx.plan.accumulate
+    accumulate = plan.accumulate
     # Gradients are enabled in a backward pass only with create_graph=True: then the result must be part of the graph.
     if accumulate is not None and not torch.is_grad_enabled():
         # `backward()` accumulates the gradient of the weight into `.grad`; `torch.autograd.grad` returns it instead.
         is_backward_call = will_run(ctx.next_functions[1][0], default=False)
         if is_backward_call and accumulate(grad.t(), x):
             return None
-    return transposed_matmul(grad, x, ctx.plan.second_kernel.weight_grad)
+    return transposed_matmul(grad, x, plan.second_kernel.weight_grad)
 
 
 def start_reduction(x: Tensor, axis: Axis, sequence: Axis) -> Pending:

@@ -21,6 +21,7 @@ from .cross_entropy import compute_losses, logits_gradient
 from .linear import choose_kernels, linear, matmul, needs_grad, start_reduction
 from .mesh import Axis, Options
 from .sequence import start_all_gather
+from .vocab_shards import wide_dtype
 
 # The forward pass computes gradients before the loss is scaled. In fp16, whose smallest number is 6e-8, small gradients
 # would become 0. So the forward pass multiplies gradients by this factor, and the backward pass divides by it.
@@ -96,7 +97,7 @@ def _add_matmul(total: Tensor | None, x: Tensor, weight: Tensor, second_kernel: 
     total: None for the first chunk; the result is then a new tensor, in at least fp32. second_kernel: see `matmul`.
     """
     if total is None:
-        result = matmul(x, weight, None, second_kernel).to(torch.promote_types(x.dtype, torch.float32))
+        result = matmul(x, weight, None, second_kernel).to(wide_dtype(x))
         if factor != 1.0:
             result.mul_(factor)
         return result
@@ -121,7 +122,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         z_loss: float,
         deferred: DeferredLogits,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        dtype = wide_dtype(hidden)
         is_fp16 = hidden.dtype == torch.float16
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         flat_hidden = _gather_tokens(deferred)

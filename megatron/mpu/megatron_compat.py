@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ..seeds import derive_seed
-from .current import current_mesh, is_initialized, parallel_context
+from .current import current_mesh, model_parallel_is_initialized, parallel_context
 from .data import default_device
 from .random import RngStreams
 
@@ -53,7 +53,7 @@ def split_tensor_along_last_dim(
 
 def is_unitialized() -> bool:
     """Return whether `initialize_model_parallel` has not been called yet; the spelling is Megatron-LM's."""
-    return not is_initialized()
+    return not model_parallel_is_initialized()
 
 
 def set_model_parallel_rank(rank: int) -> None:

@@ -41,13 +41,11 @@ class ProcessTopology:
 
     def get_axis_list(self: Any, axis: str, idx: int) -> list[int]:
         """Return the ranks whose coordinate on `axis` is `idx`."""
-        ranks: list[int] = self.filter_match(**{axis: idx})
-        return ranks
+        return self.filter_match(**{axis: idx})  # type: ignore[no-any-return]
 
     def get_axis_comm_lists(self: Any, axis: str) -> list[list[int]]:
         """Return the groups of ranks that communicate along `axis`, each a list; an empty list for an unknown axis."""
-        groups: list[list[int]] = self.lines(axis) if axis in self.get_axis_names() else []
-        return groups
+        return self.lines(axis) if axis in self.get_axis_names() else []  # type: ignore[no-any-return]
 
     def consecutive_groups(self: Any, group_size: int) -> list[list[int]]:
         """Return the data-parallel groups, cut into blocks of `group_size` ranks."""

@@ -13,6 +13,11 @@ from .._torch import assert_on_device
 from .mesh import Axis
 
 
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of sums over x [...]: its own, but at least fp32."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def reduce_in_place(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Tensor:
     """All-reduce x [...] in place over the ranks of `axis`."""
     if axis.size > 1:

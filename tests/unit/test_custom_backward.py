@@ -238,3 +238,36 @@ def test_a_mask_of_padding_may_have_one_row_for_all_queries(monkeypatch: pytest.
     mask = torch.arange(150).expand(2, 1, 1, 150) < torch.tensor([90, 150]).view(2, 1, 1, 1)
     found = block_attention(query, key, value, None, mask, 0.25)
     torch.testing.assert_close(found, block_attention(query, key, value, None, mask.expand(2, 1, 150, 150), 0.25))
+
+
+def _second_derivatives(function: Callable[..., Tensor], inputs: Inputs) -> Inputs:
+    """Return the gradients of the summed squares of the gradients of the summed squares of the output."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    grads = torch.autograd.grad(function(*leaves).square().sum(), leaves, create_graph=True)
+    penalty = torch.stack([grad.square().sum() for grad in grads]).sum()
+    return torch.autograd.grad(penalty, leaves)
+
+
+@pytest.mark.parametrize("onednn", [False, True])
+def test_second_derivatives_of_a_linear_layer(onednn: bool) -> None:
+    if onednn and not mpu.onednn_is_there():
+        pytest.skip("this build of torch has no oneDNN")
+    dice = torch.Generator().manual_seed(4)
+    inputs = (torch.randn(64, 8, generator=dice), torch.randn(16, 8, generator=dice))
+    options = Options(onednn=onednn)
+    found = _second_derivatives(lambda x, w: torch.tanh(linear(x, w, None, TRIVIAL_AXIS, options)), inputs)
+    expected = _second_derivatives(lambda x, w: torch.tanh(F.linear(x, w)), tuple(x.double() for x in inputs))
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
+
+
+def test_second_derivatives_of_an_rms_norm() -> None:
+    dice = torch.Generator().manual_seed(5)
+    inputs = (torch.randn(6, 8, generator=dice), torch.randn(8, generator=dice))
+    norm = RMSNorm(8, eps=1e-5)
+    found = _second_derivatives(lambda x, w: torch.func.functional_call(norm, {"weight": w}, (x,)), inputs)
+    expected = _second_derivatives(
+        lambda x, w: w * x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt(), tuple(x.double() for x in inputs)
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
