@@ -1,9 +1,16 @@
 """Advice on optional packages that are not installed."""
 
+import importlib.util
 import shlex
 import shutil
 import sys
 from pathlib import Path
+
+
+def is_installed(name: str) -> bool:
+    """Return whether a package is installed. A folder of this name in the current folder is none."""
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None
 
 
 def pip_install(requirement: str) -> str:

@@ -5,6 +5,7 @@ their location reliably, because virtual environments, --user and --target use d
 """
 
 import importlib.metadata
+import os
 from functools import cache
 from pathlib import Path
 
@@ -33,10 +34,10 @@ def find_preset(name: str, kind: str) -> Path:
     The user may write a bundled preset as NAME or configs/<kind>/NAME.json. If neither exists, return `name` as a path.
     """
     path = Path(name)
-    if path.is_file():
+    if os.path.isfile(name):  # False for a name that is too long, where Path.is_file() raises OSError
         return path
     bundled = preset_folder(kind) / f"{path.name.removesuffix('.json')}.json"
     names_preset = path.parent in (Path(), Path("configs") / kind)  # Path() is the parent of a name without folder
-    if names_preset and bundled.is_file():
+    if names_preset and os.path.isfile(bundled):
         return bundled
     return path

@@ -167,7 +167,5 @@ def schedule_in_samples(text: str, sample_tokens: int, consumed: Consumed) -> st
         if not entry.in_samples:
             start = math.floor(consumed.sample_at(start, sample_tokens))
         sizes[start] = entry.size  # of starts in the past that fall on one sample, the last one counts
-    words = []
-    for start, size in sizes.items():  # a start of 0 needs no unit
-        words.append(f"{start}_samples:{size}" if start else f"0:{size}")
-    return " ".join(words)
+    # A start of 0 needs no unit.
+    return " ".join(f"{start}_samples:{size}" if start else f"0:{size}" for start, size in sizes.items())

@@ -39,7 +39,7 @@ def conflicts(config: "Config") -> Iterator[str]:
         _optimizer_conflicts,
         _objective_conflicts,
         _objective_option_conflicts,
-        _context_parallel_conflicts,
+        _sequence_conflicts,
         _expert_conflicts,
         _object_storage_conflicts,
     ):
@@ -193,10 +193,9 @@ def _prefix_lm_conflicts(config: "Config") -> Iterator[str]:
     m = config.model
     d = config.data
     looks_ahead = "--objective prefix-lm lets a prefix look ahead, which"
-    is_decoder = not config.is_t5
     yield from problems_where(
         (
-            is_decoder and m.sliding_window is not None,
+            m.sliding_window is not None,
             f"{looks_ahead} --sliding-window forbids: leave one of them out; --sliding-window none turns off the "
             f"window that a --config file sets",
         ),
@@ -205,7 +204,7 @@ def _prefix_lm_conflicts(config: "Config") -> Iterator[str]:
             f"{looks_ahead} --context-parallel-size does not support yet: leave one of them out",
         ),
         (
-            is_decoder and m.position_embedding == "rope" and d.reset_position_ids and not d.reset_attention_mask,
+            m.position_embedding == "rope" and d.reset_position_ids and not d.reset_attention_mask,
             "--objective prefix-lm with rotary positions: --reset-position-ids needs --reset-attention-mask, too",
         ),
     )
@@ -237,7 +236,7 @@ def _objective_option_conflicts(config: "Config") -> Iterator[str]:
     )
 
 
-def _context_parallel_conflicts(config: "Config") -> Iterator[str]:
+def _sequence_conflicts(config: "Config") -> Iterator[str]:
     """Yield an error text if the sequence cannot be divided into equal slices for all ranks."""
     c = config.parallel.context_parallel_size
     t = config.parallel.model_parallel_size
@@ -248,7 +247,9 @@ def _context_parallel_conflicts(config: "Config") -> Iterator[str]:
             f"--seq-length {s} is not a multiple of {2 * c}: each of --context-parallel-size {c} ranks takes two "
             f"slices of a sequence, all of one length"
         )
-    if c > 1 and config.parallel.sequence_parallel and s % (c * t):
+    # A T5 pads its sequences, and the length of a custom model's is unknown.
+    is_length_known = c > 1 or config.model.family in ("gpt2", "llama")
+    if config.parallel.sequence_parallel and s % (c * t) and is_length_known:
         yield (
             f"--seq-length {s} is not a multiple of {c * t}, over which --context-parallel-size {c} and "
             f"--sequence-parallel with --model-parallel-size {t} shard it"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from .data_stages import StagedCorpora, parse_stages, stages_as_json
 from .fields import ConfigError, Section, at_least, between, one_of, opt, problems_where
+from .model_settings import T5
 
 T5_OBJECTIVES = ("span-corruption", "prefix-lm")
 DECODER_OBJECTIVES = ("lm", "sft", "prefix-lm")
@@ -60,9 +61,7 @@ def renamed(word: str, change: Callable[[str], str]) -> str:
     if match:
         name = f"{match[1]}="
         word = match[2]
-    parts = []
-    for part in split_words(word):
-        parts.append(part if is_number(part) else change(part))
+    parts = [part if is_number(part) else change(part) for part in split_words(word)]
     return name + " ".join(parts)
 
 
@@ -114,13 +113,13 @@ class DataConfig(Section):
     )
     seq_length: int = opt(1024, "number of tokens in a training sample", at_least(1))
     enc_seq_length: int | None = opt(
-        None, "T5: length of the encoder's sequence in tokens; --seq-length if not given", at_least(8), family=("t5",)
+        None, "T5: length of the encoder's sequence in tokens; --seq-length if not given", at_least(8), family=T5
     )
     dec_seq_length: int | None = opt(
         None,
         "T5: maximum length of the decoder's sequence in tokens; by default, long enough for all masked spans",
         at_least(4),
-        family=("t5",),
+        family=T5,
     )
     objective: str | None = opt(
         None,
@@ -133,15 +132,15 @@ class DataConfig(Section):
         "t5",
         "T5: format of masked spans: t5, or cpm as in CPM-Pretrain (docs/t5.md)",
         one_of("t5", "cpm"),
-        family=("t5",),
+        family=T5,
     )
-    noise_density: float = opt(0.15, "T5: share of the tokens that are masked", between(0.01, 0.9), family=("t5",))
-    mean_span_length: float = opt(3.0, "T5: mean number of tokens of a masked span", at_least(1), family=("t5",))
+    noise_density: float = opt(0.15, "T5: share of the tokens that are masked", between(0.01, 0.9), family=T5)
+    mean_span_length: float = opt(3.0, "T5: mean number of tokens of a masked span", at_least(1), family=T5)
     num_sentinels: int = opt(
         100,
         "T5: number of sentinel tokens, which are added to the vocabulary and replace masked spans",
         at_least(1),
-        family=("t5",),
+        family=T5,
     )
     fim_rate: float = opt(
         0.0,

@@ -174,6 +174,8 @@ def _checked_stage(begin: int, unit: str, pairs: Sequence[Pair], where: str) -> 
     name = Stage(begin, unit, ()).name
     for weight, word in pairs:
         prefix = word if is_url(word) else os.path.normpath(word)
+        if _is_float(prefix):
+            prefix = f"./{prefix}"  # else it would be taken for a weight
         share = None
         if weight is not None:
             share = _parse_finite_number(weight)

@@ -65,15 +65,24 @@ def read_file(config: Config, find_problem: Callable[[str, Content], str | None]
         if not is_number or not 0 <= value < inf:
             raise ConfigError(f"{path}: {key!r} must be a number of at least 0, not {format_value(value)}")
     fp16 = content.get("fp16", {})
-    if float(fp16.get("hysteresis", 1)) < 1:  # DeepSpeed would never lower the scale, and skip each step
+    if _fp16_number(fp16, "hysteresis", 1, path) < 1:  # DeepSpeed would never lower the scale, and skip each step
         raise ConfigError(f"{path}: fp16.hysteresis must be at least 1, which lowers the scale at each overflow")
-    power = fp16.get("initial_scale_power", 0)
-    if float(power) > 62:  # torch multiplies by 64-bit integers; DeepSpeed accepts "16", too
+    power = _fp16_number(fp16, "initial_scale_power", 0, path)
+    if power > 62:  # torch multiplies by 64-bit integers
         raise ConfigError(
-            f"{path}: fp16.initial_scale_power {power} must be at most 62: the loss scale is 2 to this power"
+            f"{path}: fp16.initial_scale_power {power:g} must be at most 62: the loss scale is 2 to this power"
         )
     _require_overflow_checks(content, path)
     return content
+
+
+def _fp16_number(fp16: Content, key: str, default: int, path: str) -> float:
+    """Return a value of the section fp16, which may be a text such as "16". Raises ConfigError if it is no number."""
+    value = fp16.get(key, default)
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{path}: fp16.{key} must be a number, not {format_value(value)}") from None
 
 
 def offloaded_part(zero_section: Content) -> str | None:
@@ -159,8 +168,8 @@ class FileValues(NamedTuple):
 
 def reconcile_values(config: Config, content: Content, world_size: int) -> FileValues:
     """Return the values of the file with the content `content`. Raises ConfigError if a flag contradicts one."""
-    path = ds_file_path(config)
-    notes = list(_note_batch_sizes(config, content, world_size))
+    path = config.train.deepspeed_config or "ds_config"  # for messages
+    notes = list(_note_batch_sizes(config, content, world_size, path))
     enabled = enabled_formats(content)
     if len(enabled) == 2:
         raise ConfigError(f"{path} enables both fp16 and bf16; keep one")
@@ -191,11 +200,6 @@ def enabled_formats(content: Mapping[str, Any]) -> list[str]:
     return enabled
 
 
-def ds_file_path(config: Config) -> str:
-    """Return the path of the file, for messages."""
-    return config.train.deepspeed_config or "ds_config"
-
-
 def _require_equal(key: str, in_file: Any, flag: str, value: Any, path: str) -> None:
     """Raise ConfigError if both the file and a flag are given, with different values."""
     if None not in (in_file, value) and in_file != value:
@@ -211,7 +215,7 @@ def batch_sizes(config: Config, world_size: int) -> dict[str, int]:
     }
 
 
-def _note_batch_sizes(config: Config, content: Content, world_size: int) -> Iterator[str]:
+def _note_batch_sizes(config: Config, content: Content, world_size: int, path: str) -> Iterator[str]:
     """Yield notes on batch sizes in the file that differ from the flags.
 
     CPM-Pretrain reads the file's batch sizes only if a pipeline is used. Therefore, a different size raises
@@ -219,7 +223,6 @@ def _note_batch_sizes(config: Config, content: Content, world_size: int) -> Iter
     """
     t = config.train
     p = config.parallel
-    path = ds_file_path(config)
     sizes = batch_sizes(config, world_size)
     for key, value in sizes.items():
         in_file = content.get(key, value)

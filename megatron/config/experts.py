@@ -63,7 +63,6 @@ class ExpertsConfig(Section):
     )  # fmt: skip
 
     def _problems(self) -> Iterator[str]:
-        yield from super()._problems()
         if self.num_experts is None:
             for f in fields(ExpertsConfig):
                 value = getattr(self, f.name)

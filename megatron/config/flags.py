@@ -70,7 +70,7 @@ def _argument_options(section: type, setting: Any) -> dict[str, Any]:
     kinds = types_of(section, setting.name)
     if bool in kinds:
         return {"action": argparse.BooleanOptionalAction}
-    kind = next(each for each in kinds if each is not type(None))  # int for `int | None`
+    kind = kinds[0]  # int for `int | None`
     options: dict[str, Any] = {"metavar": metavar(setting, kind)}
     if kind is tuple:
         return options | {"nargs": "+", "type": str}

@@ -44,8 +44,7 @@ def _flag_title(section: type, setting: "Field[Any]") -> str:
     kinds = types_of(section, setting.name)
     if bool in kinds:
         return f"--[no-]{flag(setting.name).removeprefix('--')}"
-    kind = next(each for each in kinds if each is not type(None))  # int for `int | None`
-    return f"{flag(setting.name)} {metavar(setting, kind)}"
+    return f"{flag(setting.name)} {metavar(setting, kinds[0])}"  # the first of `int | None` is int
 
 
 def _help_with_default(setting: "Field[Any]", family: str | None) -> str:

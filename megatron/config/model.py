@@ -49,6 +49,11 @@ class ModelConfig(ModelSettings):
         return self.activation in GATED
 
     @property
+    def inner_projections(self) -> int:
+        """Number of matrices before the activation function of an MLP: gate and value if it is gated."""
+        return 2 if self.is_gated else 1
+
+    @property
     def ff_size(self) -> int:
         """Width of the MLP's inner layer."""
         return self.ff_hidden_size or 4 * self.hidden_size

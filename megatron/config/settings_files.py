@@ -1,5 +1,6 @@
 """Settings in JSON files, under the names of this project or of another framework."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -48,7 +49,7 @@ def read_json(path: str, kind: type = dict) -> Any:
 def _similar_files_hint(path: str) -> str:
     """Return a hint that lists files named like `path` up to the last `_`, or all presets; "" if `path` exists."""
     missing = Path(path)
-    if missing.exists():
+    if os.path.exists(path):  # False for a name that is too long, where Path.exists() raises OSError
         return ""
     # `gpt2_smal`, without a folder, may be the name of a preset.
     is_preset = missing.parent in (Path(), Path("configs/models"))

@@ -43,7 +43,7 @@ def _attention(shapes: Shapes, queries: int, keys: int, query_length: int, key_l
         kept += (queries * query_size + keys * key_size) / m.head_size * 4  # an fp32 statistic for each head and token
     kept += query_bytes  # the output has the size of the queries; the output projection keeps it as its input
     has_window = m.sliding_window is not None and m.sliding_window < key_length
-    needs_all_keys = shapes.accelerated or config.is_t5 or m.attention_dropout or has_window
+    needs_all_keys = shapes.accelerated or m.attention_dropout or has_window
     # A CPU attends to the slices of a context-parallel rank one by one, without keeping all ranks' keys and values.
     in_slices = context > 1 and not needs_all_keys
     if _adjacent_heads(shapes) and not (in_slices or m.attention_dropout or m.checkpoint_attention):
@@ -51,7 +51,7 @@ def _attention(shapes: Shapes, queries: int, keys: int, query_length: int, key_l
     heads = m.num_attention_heads / shapes.ranks
     batch_size = config.train.batch_size
     num_scores = batch_size * heads * query_length * key_length
-    if context > 1 and not (config.is_t5 or m.checkpoint_attention):
+    if context > 1 and not m.checkpoint_attention:
         if not in_slices:
             kept += 2 * keys * context * key_size * e  # keys and values of all ranks
         num_scores *= _visible_share(context)
@@ -103,7 +103,7 @@ def transformer_kept(shapes: Shapes, layer: Layer) -> float:
     if m.hidden_dropout:
         kept += sub_layers * hidden / e * shapes.mask  # hidden / e is the number of elements of a dropout mask
     # A context-parallel rank has a part of the queries of each sequence, which see the keys of all ranks.
-    if shapes.config.parallel.context_parallel_size > 1 and not shapes.config.is_t5:
+    if shapes.config.parallel.context_parallel_size > 1:
         key_length = first_length
     has_bias = m.position_embedding == "relative"
     kept += _attention(shapes, tokens, tokens, length, key_length, has_bias)
@@ -125,7 +125,7 @@ def _inner_kept(shapes: Shapes, numbers: float) -> float:
     numbers: number of inner activations over all model-parallel ranks.
     """
     m = shapes.config.model
-    tensors = 2 if m.is_gated else 1  # a gated MLP has two projections before the activation function
+    tensors = m.inner_projections  # before the activation function
     # The activation's output is the input of the output projection, so it is also kept unless it is recomputed. relu
     # keeps this output instead of its input, because its backward pass needs only the output.
     if "activation" not in m.recompute_modules and m.activation != "relu":
@@ -189,7 +189,6 @@ def backward_working(shapes: Shapes, layer: Layer) -> float:
     m = shapes.config.model
     width = shapes.width
     tokens = shapes.layer_tokens(layer)
-    input_matrices = 2 if m.is_gated else 1
     hidden = 2 * shapes.hidden(tokens)  # gradients of the residual connection and of the branch beside it
     # The backward pass of a norm in 16 bits has its input, its gradient and the result in fp32.
     norm_bytes = 3 * tokens * m.hidden_size * 4 / shapes.sequence_shards if width < 4 else 0.0
@@ -200,10 +199,10 @@ def backward_working(shapes: Shapes, layer: Layer) -> float:
     rows = tokens * m.experts_per_token
     weight_copies = 0.0
     # With these settings, experts are computed one by one; else in bf16 on accelerators by one grouped matmul.
-    is_looped = m.hidden_bias or "activation" in m.recompute_modules or shapes.config.parallel.zero_stage == 3
+    is_looped = m.hidden_bias or "activation" in m.recompute_modules or shapes.zero_stage == 3
     if shapes.accelerated and shapes.precision == "bf16" and not is_looped:
         experts_on_rank = (m.num_experts or 0) / shapes.config.parallel.expert_parallel_size / shapes.ranks
-        weight_copies = 2 * experts_on_rank * m.hidden_size * m.expert_ff_size * input_matrices * width
+        weight_copies = 2 * experts_on_rank * m.hidden_size * m.expert_ff_size * m.inner_projections * width
     row_bytes = 3 * rows * m.hidden_size * width  # three tensors with a row for each expert of each token
     shared_numbers = tokens * m.num_shared_experts * m.expert_ff_size
     shared_bytes = shared_numbers * _inner_gradients(shapes) / shapes.ranks * width
@@ -246,8 +245,7 @@ def deferred_grad_bytes(shapes: Shapes, layers: Sequence[Layer]) -> float:
         sub_layers = _num_sub_layers(layer)
         attentions = sub_layers - 1  # all sub-layers except the MLP
         inner_size = m.experts_per_token * m.expert_ff_size if layer.routes else m.ff_size
-        if m.is_gated:
-            inner_size *= 2
+        inner_size *= m.inner_projections
         # Each sub-layer has a norm and an output projection, whose gradients have the size of the hidden states; only
         # sequence parallelism shards these, see `hidden`. Heads and inner activations are split over all model-parallel
         # ranks.
@@ -321,7 +319,7 @@ def shared_table_bytes(shapes: Shapes, layers: Sequence[Layer]) -> float:
     config = shapes.config
     m = config.model
     # The number of transformer layers (`repeated` is True for them) or one copy for all.
-    copies = sum(layer.repeated for layer in layers) if config.parallel.zero_stage == 3 else 1
+    copies = sum(layer.repeated for layer in layers) if shapes.zero_stage == 3 else 1
     length, _ = sample_lengths(config)
     total = 0.0
     has_whole_sample = config.parallel.context_parallel_size == 1

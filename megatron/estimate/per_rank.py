@@ -104,52 +104,6 @@ def _grad_width(resolved: Resolved) -> int:
     return width if resolved.precision == "fp16" else max(width, 4)
 
 
-def _communication(
-    stage: Stage, config: Config, resolved: Resolved, replicas: int, shapes: Shapes, num_in_flight: int
-) -> float:
-    """Return the bytes of buckets of gradients, of weights gathered by ZeRO 3, and of messages between stages."""
-    total = _all_bucket_bytes(config, resolved, shapes)
-    if resolved.zero_stage == 3 and replicas > 1:
-        total += shapes.width * min(stage.count.held, DEEPSPEED_LIVE)  # gathered weights
-    if config.parallel.stages > 1:
-        num_received = num_in_flight if stage.number else 0  # the first stage receives no activations
-        # Besides received inputs and sent outputs of the passes in flight, allow for 3 messages in transit.
-        total += (num_received + num_in_flight + 3) * _boundary_bytes(stage, shapes)
-    return total
-
-
-def _all_bucket_bytes(config: Config, resolved: Resolved, shapes: Shapes) -> float:
-    """Return the bytes of the buckets in which DeepSpeed's ZeRO collects gradients; its ZeRO 1 has none for bf16."""
-    sums_in_fp32 = resolved.zero_stage == 1 and resolved.precision == "bf16"
-    if sums_in_fp32 or not _deepspeed_zero(resolved):
-        return 0.0
-    # Without overlap_comm in the ds_config, only ZeRO 3 overlaps reductions with computations, on accelerators.
-    default_overlap = resolved.zero_stage == 3 and shapes.accelerated
-    overlap_comm = resolved.deepspeed["zero_optimization"].get("overlap_comm", default_overlap)
-    # With overlap, one buffer is filled while the other is reduced. In a pipeline, all reductions follow the passes.
-    buffers = 2 if overlap_comm and config.parallel.stages == 1 else 1
-    return buffers * _bucket_bytes(resolved, shapes.width)
-
-
-def _deepspeed_zero(resolved: Resolved) -> int:
-    """Return the stage of DeepSpeed's ZeRO; 0 if there is none, or tds' DistributedOptimizer shards the optimizer."""
-    return 0 if resolved.distributed_optimizer else resolved.zero_stage
-
-
-def _bucket_bytes(resolved: Resolved, width: int) -> float:
-    """Return the bytes of a buffer in which DeepSpeed's ZeRO collects gradients. width: bytes of a gradient."""
-    return width * float(resolved.deepspeed["zero_optimization"].get("reduce_bucket_size", DEEPSPEED_BUCKET))
-
-
-def _boundary_bytes(stage: Stage, shapes: Shapes) -> float:
-    """Return the bytes that a stage sends per micro-batch: hidden states, in T5's decoder also the encoder's output."""
-    last_layer = stage.layers[-1]
-    sent = shapes.hidden(shapes.layer_tokens(last_layer))
-    if shapes.in_decoder(last_layer):
-        sent += shapes.hidden(shapes.tokens[0])
-    return sent
-
-
 class _StepMemory:
     """The memory of a rank of `stage` at those moments of a step at which it may be highest."""
 
@@ -159,7 +113,7 @@ class _StepMemory:
         self.resolved = resolved
         self.replicas = replicas
         self.layers = stage.layers
-        self.shapes = Shapes(config, resolved.precision, accelerated)
+        self.shapes = Shapes(config, resolved.precision, accelerated, resolved.zero_stage)
         p = config.parallel
         gas = config.train.gas
         # Without a pipeline, a backward pass follows each forward pass, as in 1f1b on a single stage.
@@ -176,7 +130,8 @@ class _StepMemory:
         self.has_earlier_gradients = gas > num_in_flight / p.chunks
         # `held_gradients` exist when a backward pass begins: those of earlier micro-batches. Between steps, gradients
         # stay with DeepSpeed's ZeRO 3, and sums in fp32 with its ZeRO 1.
-        self.deepspeed_zero = _deepspeed_zero(resolved)
+        # The stage of DeepSpeed's ZeRO; 0 if there is none, or if tds' DistributedOptimizer shards the optimizer.
+        self.deepspeed_zero = 0 if resolved.distributed_optimizer else resolved.zero_stage
         gradients_stay = self.deepspeed_zero == 3 or (self.deepspeed_zero == 1 and resolved.precision == "bf16")
         self.held_gradients = self.gradients if self.has_earlier_gradients or gradients_stay else 0.0
         self.bucket_bytes = max(BUCKET_BYTES, BYTES_PER_REPLICA * replicas)  # minimum size of a bucket of gradients
@@ -189,7 +144,7 @@ class _StepMemory:
         # The first stage has no gradients of inputs, and computes those of its weights at once.
         deferred_in_flight, num_deferred = peak_in_flight(BackwardInput, schedule) if stage.number else (0, 0)
         self.deferred_activations = deferred_in_flight * micro_batch_bytes + num_deferred * deferred_grads
-        self.communication = _communication(stage, config, resolved, replicas, self.shapes, num_in_flight)
+        self.communication = self._communication_bytes(num_in_flight)
         self.has_head = self.layers[-1].name == "head"
         self.logits = self.loss_temporaries = self.pending_logits = 0.0
         if self.has_head:
@@ -202,6 +157,41 @@ class _StepMemory:
         self, gradients: float, communication: float, kept: float = 0.0, logits: float = 0.0, working: float = 0.0
     ) -> Memory:
         return Memory(self.weights, gradients, self.optimizer, max(kept, 0.0), logits, communication, working)
+
+    def _communication_bytes(self, num_in_flight: int) -> float:
+        """Return the bytes of buckets of gradients, of weights gathered by ZeRO 3, and of messages between stages."""
+        shapes = self.shapes
+        total = self._all_bucket_bytes()
+        if self.resolved.zero_stage == 3 and self.replicas > 1:
+            total += shapes.width * min(self.stage.count.held, DEEPSPEED_LIVE)  # gathered weights
+        if self.config.parallel.stages > 1:
+            num_received = num_in_flight if self.stage.number else 0  # the first stage receives no activations
+            # For each micro-batch, a stage sends hidden states, in T5's decoder also the encoder's output.
+            last_layer = self.layers[-1]
+            sent = shapes.hidden(shapes.layer_tokens(last_layer))
+            if shapes.in_decoder(last_layer):
+                sent += shapes.hidden(shapes.tokens[0])
+            # Besides received inputs and sent outputs of the passes in flight, allow for 3 messages in transit.
+            total += (num_received + num_in_flight + 3) * sent
+        return total
+
+    def _all_bucket_bytes(self) -> float:
+        """Return the bytes of the buckets in which DeepSpeed's ZeRO collects gradients; ZeRO 1 has none for bf16."""
+        resolved = self.resolved
+        sums_in_fp32 = resolved.zero_stage == 1 and resolved.precision == "bf16"
+        if sums_in_fp32 or not self.deepspeed_zero:
+            return 0.0
+        # Without overlap_comm in the ds_config, only ZeRO 3 overlaps reductions with computations, on accelerators.
+        default_overlap = resolved.zero_stage == 3 and self.shapes.accelerated
+        overlap_comm = resolved.deepspeed["zero_optimization"].get("overlap_comm", default_overlap)
+        # One buffer is filled while the other is reduced, if they overlap. In a pipeline, reductions follow the passes.
+        buffers = 2 if overlap_comm and self.config.parallel.stages == 1 else 1
+        return buffers * self._bucket_bytes()
+
+    def _bucket_bytes(self) -> float:
+        """Return the bytes of a buffer in which DeepSpeed's ZeRO collects gradients."""
+        elements = self.resolved.deepspeed["zero_optimization"].get("reduce_bucket_size", DEEPSPEED_BUCKET)
+        return self.shapes.width * float(elements)
 
     def loss(self) -> Memory:
         """Return the memory while the loss of the last micro-batch in flight is computed."""
@@ -233,7 +223,7 @@ class _StepMemory:
         It allocates them with the first full bucket. Gradients in bf16 are added to the sums in fp32 without them.
         """
         uses_partition = self.resolved.zero_stage == 2 and self.resolved.precision != "bf16"
-        fills_bucket = _bucket_bytes(self.resolved, self.shapes.width) < self.trained.held * self.shapes.width
+        fills_bucket = self._bucket_bytes() < self.trained.held * self.shapes.width
         if uses_partition and fills_bucket and self.has_earlier_gradients:
             return self.trained.touched_elements(self.replicas) * _grad_width(self.resolved)
         return 0.0
@@ -264,7 +254,7 @@ class _StepMemory:
             return self.gradients if self.replicas > 1 else 0.0
         # All others have a bucket. Its gradients, or all if they do not fill it, are copied before replicas sum them.
         count = self.trained
-        bucket_bytes = _bucket_bytes(resolved, self.shapes.width)
+        bucket_bytes = self._bucket_bytes()
         flat_copy = min(bucket_bytes, count.held * self.shapes.width) if self.replicas > 1 else 0.0
         if resolved.precision == "bf16":  # ZeRO 2, which copies one matrix after the other to fp32 (4 bytes)
             return flat_copy + 4.0 * count.largest
@@ -287,7 +277,8 @@ class _StepMemory:
         """Return the memory while the optimizer steps."""
         buffers = 0.0
         for part, replicas in self.trained.by_replicas(self.replicas, self.config.parallel.expert_parallel_size):
-            buffers += _copied_in_step(part.held, replicas, self.resolved, self.shapes)
+            if self.deepspeed_zero:
+                buffers += _copied_in_step(part.held, replicas, self.resolved, self.shapes)
         if self.config.optim.optimizer == "sgd":  # torch's SGD adds the weight decay to a copy of the gradients
             buffers = self._with_decay(buffers)
         if self.config.optim.optimizer == "muon":
@@ -295,7 +286,7 @@ class _StepMemory:
             buffers += _updates_of_muon(self.trained, shares, self.shapes)
         communication = self.communication
         if self.resolved.zero_stage == 2:
-            communication -= _all_bucket_bytes(self.config, self.resolved, self.shapes)  # freed before the step
+            communication -= self._all_bucket_bytes()  # freed before the step
         return self._memory(self.gradients, communication, working=buffers)
 
     def _with_decay(self, copied_bytes: float) -> float:
@@ -317,8 +308,6 @@ def _copied_in_step(elements: int, replicas: int, resolved: Resolved, shapes: Sh
     ZeRO 1 and 2 copy the gradients of a rank's share to fp32. Gradients in fp16 are first copied to one flat tensor,
     always by ZeRO 2, but by ZeRO 1 only on a single replica.
     """
-    if not _deepspeed_zero(resolved):
-        return 0.0
     if resolved.zero_stage == 3:
         return _copied_by_zero3(elements, replicas, resolved, shapes)
     share = elements / replicas

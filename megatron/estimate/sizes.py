@@ -88,7 +88,7 @@ def _mlp(m: ModelConfig, ranks: int, width: int) -> list[Count]:
     """Return the two linear layers of an MLP or an expert with an inner width of `width`."""
     return [
         # A gated MLP multiplies two projections of its input.
-        _linear(width * (2 if m.is_gated else 1), m.hidden_size, m.hidden_bias, ranks),
+        _linear(width * m.inner_projections, m.hidden_size, m.hidden_bias, ranks),
         _linear(m.hidden_size, width, m.hidden_bias, ranks, row_parallel=True),
     ]
 
@@ -194,10 +194,9 @@ def count_layers(layers: Sequence[Layer], config: Config) -> Count:
     seen_ties: set[str | None] = set()
     counts = []
     for layer in layers:
-        tie = layer.tied
-        if tie is None or tie not in seen_ties:
+        if layer.tied is None or layer.tied not in seen_ties:
             counts.append(LAYER_COUNTS[layer.cls.__name__](config, layer))
-        seen_ties.add(tie)
+        seen_ties.add(layer.tied)
     return _sum_counts(counts)
 
 
@@ -345,6 +344,7 @@ class Shapes(NamedTuple):
     config: Config
     precision: str
     accelerated: bool
+    zero_stage: int
 
     @property
     def width(self) -> int:

@@ -189,6 +189,13 @@ def test_a_checkpoint_with_divided_experts_is_read_by_one_process(tmp_path: Path
     assert plain_config(reader).parallel.data_parallel_size(1) == 1
 
 
+def test_tools_read_a_checkpoint_without_the_packages_that_its_kernels_need(tmp_path: Path) -> None:
+    content = parse(["--family", "gpt2", "--kernels", "apex", "--flash-attention-impl", "FA3"]).to_dict()
+    reader: Any = SimpleNamespace(path=tmp_path, config=content, tensors={})
+    config = plain_config(reader)
+    assert (config.model.kernels, config.train.flash_attention_impl) == ("auto", None)
+
+
 def test_none_of_other_sections_and_where_it_means_nothing(tmp_path: Path) -> None:
     path = write(tmp_path / "a.json", {"data_path": ["a", "b"], "load": "runs/a", "keep_last": 2, "zero_stage": 1})
     flags = "--data-path none --load none --keep-last none --zero-stage none"
@@ -363,10 +370,19 @@ def test_every_setting_is_read_by_something() -> None:
         ("--model-parallel-size 4 --seq-length 66 --sequence-parallel", False, True),
         ("--family gpt2 --model-parallel-size 4 --seq-length 64 --no-sequence-parallel", True, False),
         ("--family t5 --model-parallel-size 4 --enc-seq-length 62 --seq-length 64", True, False),
+        ("--family t5 --model-parallel-size 4 --enc-seq-length 62 --seq-length 66 --sequence-parallel", True, True),
     ],
 )
 def test_sequences_are_split_where_that_pays(flags: str, accelerated: bool, splits: bool) -> None:
     assert uses_sequence_parallel(parse(flags.split()), accelerated) is splits
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_sequence_parallelism_of_a_length_that_the_ranks_cannot_split_is_refused(family: str) -> None:
+    flags = ["--model-parallel-size", "4", "--num-attention-heads", "4", "--sequence-parallel", "--seq-length"]
+    assert parse([*flags, "132"], DEFAULTS[family]).parallel.sequence_parallel
+    with pytest.raises(ConfigError, match=r"--seq-length 130 .*--sequence-parallel.*--model-parallel-size 4"):
+        parse([*flags, "130"], DEFAULTS[family])
 
 
 def test_context_ranks_are_no_replicas(tmp_path: Path) -> None:
@@ -459,3 +475,13 @@ def test_help_of_an_unknown_topic_says_what_there_is() -> None:
 def test_an_unknown_preset_gets_the_names_of_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="llama_8b"):
         parse(["--config", "nope"])
+
+
+@pytest.mark.parametrize("flag", ["--config", "--param-groups", "--deepspeed-config"])
+def test_a_file_name_that_is_too_long_is_a_mistake_in_the_settings(flag: str) -> None:
+    """Such as settings in JSON in place of the name of their file; a name has at most 255 characters."""
+    text = json.dumps({f"setting_{i}": i for i in range(30)})
+    for name in (text, "a" * 300):
+        with pytest.raises(ConfigError, match="cannot read"):
+            config = parse([flag, name])
+            resolve(config, 1, False)

@@ -23,6 +23,7 @@ from megatron.config.batches import Consumed
 from megatron.config.command_line import parse
 from megatron.config.data_stages import Stage, parse_stages, stages_as_json
 from megatron.config.fields import ConfigError
+from megatron.data.corpus_paths import corpus_names, prefixes_of
 from megatron.data.sample_hash import extend_hash
 from megatron.data.staged import StagedDataset
 from megatron.ranks.errors import RunError
@@ -112,6 +113,27 @@ def test_both_notations_are_read_alike(tmp_path: Path) -> None:
     config = parse(["--data-stages", str(path)])
     path.unlink()
     assert parse_stages(config.data.data_stages or ()) == expected, "settings contain the stages, not the file's name"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "0: ./2023 ./2024",
+        "0: ././2023 2024/../2024",
+        '[{"samples": 0, "data": ["2023", "./2024"]}]',
+        "0: 0.5 ./2023 0.5 2024",
+        '[{"samples": 0, "data": {"2023": 1, "2024": 1}}]',
+    ],
+)
+def test_corpora_of_stages_may_have_numbers_as_names(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("2023.idx", "2024.idx"):
+        Path(name).touch()
+    paths = parse(["--data-stages", text]).data.paths
+    assert [Path(prefix) for prefix in prefixes_of(paths)] == [Path("2023"), Path("2024")]
+    assert corpus_names(paths) == ["2023", "2024"]
 
 
 BAD = {

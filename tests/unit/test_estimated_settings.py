@@ -68,7 +68,7 @@ def _measured_and_estimated(flags: str) -> tuple[float, float]:
     with torch.device("meta"):
         built: Any = T5Model(config) if config.is_t5 else GPT2Model(config)
     assert count_layers(layers, config).held == sum(p.numel() for p in built.parameters())
-    return _kept(config), kept_bytes(Shapes(config, "fp32", False), layers)
+    return _kept(config), kept_bytes(Shapes(config, "fp32", False, 0), layers)
 
 
 @pytest.mark.parametrize(("field", "family"), RUNS)

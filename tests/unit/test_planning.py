@@ -20,6 +20,7 @@ from megatron.config.command_line import parse, with_values
 from megatron.config.ds_config import resolve
 from megatron.config.families import parse_any_family
 from megatron.config.fields import ConfigError
+from megatron.config.parallel import uses_sequence_parallel
 from megatron.estimate.per_rank import _StepMemory, rank_memory, state_bytes
 from megatron.estimate.sizes import Shapes, StageSchedule, count_layers, in_flight, layers_of, parameters, stages_of
 from megatron.model import GPT2Model, T5Model
@@ -124,6 +125,28 @@ def test_frozen_layers_have_no_moments(pattern: str, frozen: int, held: int, tmp
     assert checkpoint_bytes(with_values(config, {"precision": "fp64"})) == 2 * checkpoint_bytes(config)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "layers"),
+    [
+        ("*mlp*", None),
+        ("layers.1.mlp.*", 1),
+        ("layers.[12].*", 2),
+        ("layers.?.attention.dense.weight", 4),
+        ("head.*", 0),
+    ],
+)
+def test_a_layer_of_which_a_later_rule_unfreezes_a_part_counts_as_trained(
+    pattern: str, layers: int | None, tmp_path: Path
+) -> None:
+    """`*mlp*` might match a weight of any layer. A layer has 12 h^2 + 13 h = 49,984 parameters."""
+    rules = tmp_path / "rules.json"
+    rules.write_text(json.dumps([{"pattern": "*", "frozen": True}, {"pattern": pattern, "frozen": False}]))
+    config = parse([*TINY.split(), "--param-groups", str(rules)])
+    whole = count_layers(layers_of(config), config).held
+    (found,) = rank_memory(config, resolve(config, 1, False), 1, False, stages_of(config))
+    assert found.optimizer == 8 * (whole if layers is None else layers * 49_984)
+
+
 def test_stages_hold_every_layer_once() -> None:
     """Each layer is on exactly one stage, although 30 layers are not divisible by four stages of two chunks."""
     flags = "--pipe-parallel-size 4 --pipeline-schedule interleaved --virtual-pipeline-size 2 --gas 8 --num-layers 30"
@@ -187,6 +210,25 @@ def test_layouts_are_legal() -> None:
         assert p.model_parallel_size <= 4  # the model has 4 attention heads
         assert p.zero_stage and (p.zero_stage == 1 or not p.pipe_parallel_size)
         resolve(each, 16, True)
+
+
+@pytest.mark.parametrize(("seq_length", "splits"), [(130, False), (132, True)])
+def test_planned_layouts_split_only_sequences_that_their_ranks_can_split(seq_length: int, splits: bool) -> None:
+    flags = f"{TINY} --seq-length {seq_length} --vocab-size 512"
+    request = SearchRequest(parse(flags.split()), load_cluster("a100"), 4, 8)
+    found = [each for each in candidates(request) if each.parallel.model_parallel_size == 4]
+    assert found and {uses_sequence_parallel(each, True) for each in found} == {splits}
+
+
+@pytest.mark.parametrize("gas", [6, 8])
+def test_interleaved_layouts_need_no_multiple_of_the_stages_as_number_of_micro_batches(gas: int) -> None:
+    flags = f"{TINY} --num-layers 8 --pipe-parallel-size 4 --virtual-pipeline-size 2 --pipeline-schedule interleaved"
+    fixed = frozenset({"pipe_parallel_size", "virtual_pipeline_size"})
+    request = SearchRequest(parse(flags.split()), load_cluster("a100"), 4, None, 1, gas, fixed)
+    schedule = find_schedule({"schedule": "interleaved", "extra_warmup": 0}, 2)
+    run = simulate_times([list(schedule(stage, 4, gas)) for stage in range(4)], backward=DEFAULT.backward)
+    for layout in search(request):
+        assert layout.cost.bubble == pytest.approx(bubble_fraction(run))
 
 
 def test_layouts_divide_experts() -> None:
@@ -534,7 +576,7 @@ def test_only_stages_of_a_decoder_send_the_output_of_the_encoder() -> None:
         "--objective prefix-lm --enc-seq-length 32 --dec-seq-length 32 --pipe-parallel-size 4"
     )
     config = parse(flags.split())
-    shapes = Shapes(config, "fp32", False)
+    shapes = Shapes(config, "fp32", False, 0)
     sent = [boundary_bytes(stage, shapes) for stage in stages_of(config)]
     states = 4.0 * 3 * 32 * 16
     assert sent == [states, states, 2 * states, 2 * states]
@@ -565,6 +607,19 @@ def test_a_given_stage_of_zero_is_planned_for_a_single_replica(stage: int, by_fi
     fixed = frozenset() if by_file else frozenset({"zero_stage"})
     found = search(SearchRequest(parse([*TINY.split(), *flags.split()]), load_cluster("a100"), 1, 8, fixed=fixed))
     assert {layout.resolved.zero_stage for layout in found} == {stage}
+
+
+@pytest.mark.parametrize("more", ["--sliding-window 1024", "--num-experts 64 --expert-ff-hidden-size 4096"])
+def test_memory_does_not_depend_on_where_the_stage_of_zero_is_given(more: str, tmp_path: Path) -> None:
+    """Under ZeRO 3, each layer has its own rotation angles and mask, and experts are computed one by one."""
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimization": {"stage": 3}}')
+    flags = f"--family llama --num-layers 8 --hidden-size 192 --seq-length 8192 --vocab-size 500 --batch-size 1 {more}"
+    found = []
+    for stage in ("--zero-stage 3", f"--deepspeed-config {path}"):
+        config = parse_any_family(f"{flags} --precision bf16 {stage}".split(), 4)
+        found.append(rank_memory(config, resolve(config, 4, True), 4, True, stages_of(config)))
+    assert found[0] == found[1]
 
 
 def test_the_planner_refuses_offloading(tmp_path: Path) -> None:
