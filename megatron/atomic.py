@@ -37,14 +37,16 @@ def why_missing(path: Path) -> str:
 
 @contextmanager
 def name_in_errors(path: str | Path) -> Iterator[None]:
-    """Add `path` to an OSError that is raised in this context and names no file.
+    """Add `path` to an error of the system that is raised in this context and names no file.
 
-    Errors of an open file, such as a full disk, lack the file's name.
+    Errors of an open file, such as a full disk, lack the file's name. Errors without a number have a message of their
+    own, which a file name would replace.
     """
     try:
         yield
     except OSError as error:
-        error.filename = error.filename or str(path)
+        if error.errno is not None:
+            error.filename = error.filename or str(path)
         raise
 
 

@@ -32,13 +32,14 @@ class BackgroundCopy:
 
         on_failure: function that is called with the error if the copy fails. Without memory or threads, return None.
         """
+        returns_copies = zero_state.returns_copies(self._engine)
         try:
-            if zero_state.returns_copies(self._engine):
-                # Each value is then a copy, made on the device when it is read. The deque below reads all values, for
-                # which the device may not have memory, so each copy moves to the CPU at once.
-                values = ((key, value.cpu()) for key, value in values)
             # The tensors still to be copied. They are read before the thread starts: reading one may be a collective.
-            remaining = deque(values)
+            remaining = deque[NamedTensor]()
+            for key, value in values:
+                # A copy is made on the device when it is read. The device may not have memory for all of them, so each
+                # copy moves to the CPU at once.
+                remaining.append((key, value.cpu() if returns_copies else value))
             # The copies run on a stream of their own, beside the kernels of the training.
             stream = zero_state.side_stream(self._engine.device)
             self._copy_finished.clear()  # from now on, an optimizer step waits for the copy
@@ -48,6 +49,7 @@ class BackgroundCopy:
         except Exception as error:
             self._copy_finished.set()
             on_failure(error)
+            deque(values, maxlen=0)  # read the other values, as the other ranks do
             return None
         return thread
 

@@ -1,6 +1,7 @@
 """Checks that the model sizes in a settings file fit the stored tensors, before the model is allocated."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,7 @@ def refuse_absurd_sizes(values: Mapping[str, Any], shapes: Iterable[Sequence[int
     values: settings of the model. shapes: shapes of the stored tensors. settings_file: their file, for the message.
     """
     stored_shapes = list(shapes)
-    largest_dim = 0
-    for shape in stored_shapes:
-        largest_dim = max([largest_dim, *shape])
+    largest_dim = max(chain(*stored_shapes), default=0)
     for key, value in values.items():
         if type(value) is not int:  # texts, fractions and flags are no sizes
             continue

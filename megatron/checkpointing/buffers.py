@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megatron import mpu
@@ -45,8 +46,8 @@ class SavedBuffers:
             # An empty buffer has no value that could be lost.
             if buffer.numel() and not is_savable(buffer):
                 self.warnings.append(
-                    f"warning: the buffer {name} is {buffer.dtype}, which checkpoints cannot store: a resumed run "
-                    f"starts with the initial value of {name}"
+                    f"warning: the buffer {name} is {buffer.dtype} and {buffer.layout}, which checkpoints cannot "
+                    f"store: a resumed run starts with the initial value of {name}"
                 )
         for name, module in model.named_modules():
             if type(module).get_extra_state is not nn.Module.get_extra_state:  # the class of the module overrides it
@@ -80,9 +81,9 @@ class SavedBuffers:
 
 
 def is_savable(buffer: Tensor) -> bool:
-    """Return whether checkpoint files can store a buffer of this dtype."""
-    real = buffer.real if buffer.is_complex() else buffer  # complex numbers are stored as pairs of real ones
-    return real.dtype in DTYPE_CODES
+    """Return whether checkpoint files can store a buffer of this dtype and layout, which may be sparse."""
+    # Complex numbers are stored as pairs of real ones.
+    return buffer.layout is torch.strided and buffer.dtype.to_real() in DTYPE_CODES
 
 
 def _saving_stage(name: str, copies: Sequence[BufferCopy]) -> int:

@@ -24,9 +24,10 @@ from .state import TrainState
 SETTINGS_OF_STEPS = {
     "model": "hidden_dropout attention_dropout router_aux_loss router_bias_rate router_z_loss router_jitter",
     "data": "reset_position_ids reset_attention_mask eod_mask_loss",
-    "train": "precision z_loss",
-    "optim": "weight_decay embedding_weight_decay param_groups clip_grad adam_beta1 adam_beta2 adam_eps exp_avg_dtype "
-    "exp_avg_sq_dtype muon_momentum muon_nesterov muon_ns_steps muon_adjust_lr_fn muon_lr_factor",
+    "train": "precision z_loss skip_step_sigma skip_step_window",
+    "optim": "weight_decay embedding_weight_decay param_groups clip_grad adam_beta1 adam_beta2 adam_eps "
+    "exp_avg_dtype exp_avg_sq_dtype muon_momentum muon_nesterov muon_ns_steps muon_ns_dtype muon_adjust_lr_fn "
+    "muon_lr_factor",
 }
 
 

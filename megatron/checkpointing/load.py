@@ -30,7 +30,6 @@ from .wanted import LOAD_ALL, Wanted
 
 TensorKey = tuple[str, str, nn.Parameter]  # kind ("weight" or a moment's name), global name of the parameter, parameter
 LoadedTensor = tuple[str, nn.Parameter, Tensor]  # kind, parameter, value of this rank's shard
-Problem = ValueError | OSError
 
 
 def load_checkpoint(path: Path, engine: Any, config: Config, fingerprint: str, wanted: Wanted = LOAD_ALL) -> TrainState:
@@ -144,17 +143,17 @@ def _read_and_broadcast(
     for key in keys:
         _, _, parameter = key
         keys_by_axis.setdefault(mpu.replicas_of(parameter), []).append(key)
-    problems: list[Problem] = []  # holds the first error of this rank, after which the rank reads no more
+    problem: Exception | None = None  # the first error of this rank, after which the rank reads no more
     for axis, axis_keys in keys_by_axis.items():
         # Of keys 0 to 5 and two ranks, rank 0 reads and sends 0, 2 and 4, rank 1 reads and sends 1, 3 and 5.
         for begin in range(0, len(axis_keys), axis.size):
             turn_keys = axis_keys[begin : begin + axis.size]
             own_value: Tensor | None = None
-            if axis.rank < len(turn_keys) and not problems:  # the last turn may have fewer keys than ranks
+            if axis.rank < len(turn_keys) and not problem:  # the last turn may have fewer keys than ranks
                 try:
                     own_value = _read_shard(reader, turn_keys[axis.rank], device).contiguous()
                 except (ValueError, OSError) as error:
-                    problems.append(error)
+                    problem = error
             for reader_rank, (kind, _, parameter) in enumerate(turn_keys):
                 if reader_rank == axis.rank and own_value is not None:
                     value = own_value
@@ -164,8 +163,8 @@ def _read_and_broadcast(
                 if axis.group is not None:  # None: no other rank holds these parameters
                     dist.broadcast(value, axis.ranks[reader_rank], group=axis.group)
                 yield kind, parameter, value
-    if problems:
-        raise problems[0]
+    if problem:
+        raise problem
 
 
 def _read_shard(reader: CheckpointReader, key: TensorKey, device: torch.device) -> Tensor:

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from ..atomic import why_missing
+from ..config import Config
 from ..config.places import relocated
 from ..json_text import read_json
 from ..storage import RemotePath, to_path
@@ -115,6 +116,12 @@ def save_folder_of(run_dir: Path) -> Path | None:
         return to_path(saved)
     except (OSError, ValueError, KeyError, TypeError):  # there are no settings, or other ones than a run writes
         return None
+
+
+def is_own_folder(load: str, config: Config, save_dir: str | Path | None) -> bool:
+    """Return whether --load names the run directory or the checkpoint folder of this run itself."""
+    own_folders = {to_path(each).resolve() for each in (save_dir, config.log.run_dir) if each}
+    return to_path(load).resolve() in own_folders
 
 
 def find_checkpoint(load: str) -> Path:

@@ -198,7 +198,9 @@ def plain_config(reader: CheckpointReader, model_parallel_size: int = 1, pipe_pa
         "model_parallel_size": model_parallel_size,
         "context_parallel_size": 1,
         "expert_parallel_size": 1,
-        "flash_attention_impl": None,  # needs a package and a CUDA device, which a tool may not have
+        # These kernels need a package and a CUDA device, which a tool may not have.
+        "flash_attention_impl": None,
+        "kernels": "auto",
     }
     try:
         # HOME has all present settings; those that have been removed are ignored.

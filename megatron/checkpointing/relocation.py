@@ -20,6 +20,7 @@ from ..tokenizer.sibling_files import (
     SETTINGS,
     TEMPLATE,
     TOKEN_FILES,
+    make_placeholder,
     read_generation_config,
     read_token_ids,
     read_tokenizer_class,
@@ -51,18 +52,20 @@ def copy_tokenizer(vocab_file: str, home: Path) -> None:
         path = source.with_name(name)
         if path.is_file():
             copy_file(path, folder / name)
-    templates = sorted(source.with_name(MORE_TEMPLATES).glob("*.jinja"))
-    if templates:
+    for path in source.with_name(MORE_TEMPLATES).glob("*.jinja"):
         (folder / MORE_TEMPLATES).mkdir(exist_ok=True)
-    for path in templates:
         copy_file(path, folder / MORE_TEMPLATES / path.name)
     copy_special_tokens(source, home)
+    if not has_vocab_file(folder):  # the file has a name of its own, perhaps from a placeholder in `vocab_file`
+        write_text(folder / "tokenizer.json", json.dumps(make_placeholder(source.name)))
 
 
 def holds_only(source: Path, folder: Path) -> bool:
     """Return whether a folder has a copy of the tokenizer's file `source`, and no file of another tokenizer."""
-    for name in VOCAB_FILES:
-        if name != source.name and (folder / name).is_file():
+    placeholder = json.dumps(make_placeholder(source.name)).encode()
+    for name in {*VOCAB_FILES} - {source.name}:
+        path = folder / name
+        if path.is_file() and path.read_bytes() != placeholder:
             return False
     kept = folder / source.name
     return kept.is_file() and kept.read_bytes() == source.read_bytes()
@@ -146,7 +149,7 @@ def _download_tokenizer(folder: RemotePath) -> Path:
     """Return a local folder in whose tokenizer/ the files of `folder` are; it may be empty."""
     from ..data.remote_tokens import cache_folder
 
-    files = sorted(folder.glob("*"))
+    files = [*folder.glob("*"), *(folder / MORE_TEMPLATES).glob("*")]
     # If the files change, they get another folder.
     versions = repr([(str(path), path.stamp()) for path in files])
     home = cache_folder() / f"tokenizer-{hashlib.sha256(versions.encode()).hexdigest()[:32]}"

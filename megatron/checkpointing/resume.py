@@ -10,12 +10,12 @@ from megatron.config import Config
 from megatron.ranks.agreement import raise_on_all_ranks
 from megatron.ranks.errors import RunError
 from megatron.ranks.objects import broadcast_from_rank_0
-from megatron.ranks.rank_0 import is_rank_0, print_notes, print_rank_0
+from megatron.ranks.rank_0 import is_rank_0, num_ranks, print_notes, print_rank_0
 from megatron.storage import to_path
 
 from .consumed import hash_samples, initial_hash
 from .leftovers import restore_replaced
-from .lookup import find_checkpoint, latest_checkpoint, numbered_checkpoints
+from .lookup import find_checkpoint, is_own_folder, latest_checkpoint, numbered_checkpoints
 from .reader import CheckpointReader, plain_config
 from .state import TrainState
 from .wanted import Wanted
@@ -34,13 +34,7 @@ def may_load_nothing(load: str, config: Config, save_dir: str | Path) -> bool:
     It may if `load` is a folder of this run itself, because one command then starts and resumes the run, but not with
     --exit-on-missing-checkpoint.
     """
-    return _is_own(load, config, save_dir) and not config.checkpoint.exit_on_missing_checkpoint
-
-
-def _is_own(load: str, config: Config, save_dir: str | Path) -> bool:
-    """Return whether --load names the run directory or the checkpoint folder of this run itself."""
-    own_folders = {to_path(each).resolve() for each in (save_dir, config.log.run_dir) if each}
-    return to_path(load).resolve() in own_folders
+    return is_own_folder(load, config, save_dir) and not config.checkpoint.exit_on_missing_checkpoint
 
 
 def ignores_load(own_checkpoint: Path | None, config: Config, save_dir: str | Path) -> bool:
@@ -49,7 +43,7 @@ def ignores_load(own_checkpoint: Path | None, config: Config, save_dir: str | Pa
     --load that names the folder of this run itself, as in Megatron-LM's commands, is the run's own checkpoint.
     """
     load = config.checkpoint.load
-    return own_checkpoint is not None and load is not None and not _is_own(load, config, save_dir)
+    return own_checkpoint is not None and load is not None and not is_own_folder(load, config, save_dir)
 
 
 def find_start(config: Config, save_dir: str) -> Start:
@@ -57,7 +51,7 @@ def find_start(config: Config, save_dir: str) -> Start:
 
     If any rank fails, or the nodes do not share `save_dir`, every rank raises RunError.
     """
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if num_ranks() > 1:
         from .shared_folder import check_shared
 
         check_shared(to_path(save_dir), config)
@@ -68,7 +62,8 @@ def find_start(config: Config, save_dir: str) -> Start:
             restore_replaced(to_path(save_dir))
             path = latest_checkpoint(to_path(save_dir))
     path = broadcast_from_rank_0(path)
-    is_load_ignored = ignores_load(path, config, save_dir)
+    # Rank 0 decides, because links may differ between nodes.
+    is_load_ignored = broadcast_from_rank_0(ignores_load(path, config, save_dir))
     wanted = Wanted.from_config(config, is_load_ignored)
     if is_load_ignored:
         # The flags that leave out parts of the checkpoint of --load are ignored, too.
@@ -92,7 +87,7 @@ def find_start(config: Config, save_dir: str) -> Start:
 
 def _checkpoint_of_load(load: str, config: Config, save_dir: str) -> Path | None:
     """Return the checkpoint that --load names, or None, with a note, if this run may begin without it."""
-    if may_load_nothing(load, config, save_dir):
+    if broadcast_from_rank_0(may_load_nothing(load, config, save_dir)):
         print_rank_0(f"note: --load {load} holds no checkpoint yet: the run begins with new weights")
         return None
     with raise_on_all_ranks():
@@ -135,13 +130,14 @@ def start_or_resume(
         print_rank_0(f"this run starts with the weights of {path}")
         state.sample_hash = initial_hash_value
         return state, config
-    # Rank 0 alone lists the folder, because other ranks may see other checkpoints or another time. If this resume
-    # abandons later checkpoints, it is a fork.
-    if is_rank_0() and any(each > state.iteration for each in numbered_checkpoints(path.parent)):
-        state.forks = (*state.forks, (state.iteration, int(time.time())))
+    with raise_on_all_ranks():
+        saved = plain_config(CheckpointReader(path))
+        # Rank 0 alone lists the folder, because other ranks may see other checkpoints or another time. If this resume
+        # abandons later checkpoints, it is a fork.
+        if is_rank_0() and any(each > state.iteration for each in numbered_checkpoints(path.parent)):
+            state.forks = (*state.forks, (state.iteration, int(time.time())))
     state.forks = broadcast_from_rank_0(state.forks)
     print_rank_0(f"resumed at iteration {state.iteration} after {state.consumed_samples} samples")
-    saved = plain_config(CheckpointReader(path))
     # Iteration 0 means imported weights. Their checkpoint has only a default learning-rate schedule: ignore it.
     if state.iteration:
         from megatron.optim.resumed_lr import resolve_lr_schedule

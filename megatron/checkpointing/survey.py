@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from megatron.ranks.buffers import BufferCopy, fingerprint_buffers
-from megatron.ranks.rank_0 import is_rank_0
+from megatron.ranks.rank_0 import is_rank_0, num_ranks
 from tds import optimizer_state as zero_state
 from tds.average import AVERAGE
 
@@ -53,7 +53,7 @@ def common_checksum(facts: Sequence[RankFacts]) -> Checksum:
 
 def gather_on_rank_0(report: Report) -> list[Report]:
     """Return the reports of all ranks on rank 0, which writes checkpoint.json, and an empty list on other ranks."""
-    world = dist.get_world_size() if dist.is_initialized() else 1
+    world = num_ranks()
     # On rank 0, gather_object() replaces the items of this list. On other ranks, it requires None.
     reports = [report] * world if is_rank_0() else None
     if world > 1:

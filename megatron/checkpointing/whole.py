@@ -1,6 +1,6 @@
 """Check that a checkpoint is complete by reading only checkpoint.json and the headers of the files, not the tensors."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +9,7 @@ from .reader import CheckpointReader
 from .stream import open_tensors
 
 
-def check_complete(
-    folder: Path, tensors: Mapping[str, Any], expected: Mapping[str, Sequence[int]] | None = None
-) -> None:
+def check_complete(folder: Path, tensors: Mapping[str, Any], expected: Mapping[str, list[int]] | None = None) -> None:
     """Raise CheckpointError if a tensor or some of its rows are missing, or if a file's header contradicts `tensors`.
 
     tensors: key -> shape, dim and pieces, as in checkpoint.json.
@@ -20,8 +18,8 @@ def check_complete(
     for key, shape in (expected or {}).items():
         if key not in tensors:
             raise CheckpointError(f"no rank has written {key!r}")
-        if list(tensors[key]["shape"]) != list(shape):
-            raise CheckpointError(f"{key!r} was written with shape {tensors[key]['shape']} instead of {list(shape)}")
+        if tensors[key]["shape"] != shape:
+            raise CheckpointError(f"{key!r} was written with shape {tensors[key]['shape']} instead of {shape}")
 
     shapes_of_files: dict[str, dict[str, list[int]]] = {}  # file -> key -> shape of its piece
     for key, entry in tensors.items():

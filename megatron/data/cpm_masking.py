@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from .spans import SpanPlan, draw_spans_to_document_ends, splice
+from .spans import SpanPlan, count_noise_and_spans, draw_spans_to_document_ends, splice
 
 Ids = NDArray[np.int64]
 
@@ -27,11 +27,7 @@ def mask_document(
     """
     text = ids.astype(np.int64)
     size = len(text)
-    # At least one token is masked. A span has at least one masked token, and an unmasked one before it if possible.
-    noise = max(round(size * density), 1)
-    noise = min(noise, size)
-    spans = max(round(noise / mean_span), 1)
-    spans = min(spans, noise, max(size - noise, 1))
+    noise, spans = count_noise_and_spans(size, density, mean_span, max_noise=size)
     is_document_end = np.arange(size) == size - 1
     rng = np.random.default_rng(list(seed))
     # This encoder length is large enough for any mask; the decoder length has no effect here.

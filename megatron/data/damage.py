@@ -135,11 +135,11 @@ def find_holes(indexed: IndexedDataset, eod: int | None, max_blocks: int | None 
 def _describe_hole(indexed: IndexedDataset, begin: int, end: int, token: int) -> Iterator[str]:
     """Yield a message if the run of `token` from `begin` to `end` is longer than any document and spans few of them."""
     sizes = indexed.document_sizes(range(indexed.num_documents))
-    longest = int(np.max(sizes, initial=0))
+    longest = np.max(sizes, initial=0)
     ends = indexed.document_ends()
     # Document `first` contains the first token of the run, document `last` the last one.
-    first = int(ends.searchsorted(begin, "right"))
-    last = int(ends.searchsorted(end - 1, "right"))
+    first = ends.searchsorted(begin, "right")
+    last = ends.searchsorted(end - 1, "right")
     # Documents that hold a single token may repeat one id, which is no hole. So the documents of a hole must have more
     # than two tokens on average.
     if end - begin > longest and 2 * (last - first) < end - begin:
@@ -162,8 +162,8 @@ def _find_runs(tokens: Any) -> Iterator[tuple[int, int, int]]:
     is_candidate = lengths >= MIN_RUN_LENGTH
     is_candidate[[0, -1]] = True
     for index in np.flatnonzero(is_candidate).tolist():
-        begin = int(bounds[index])
-        yield begin, int(bounds[index + 1]), int(tokens[begin])
+        begin = bounds[index]
+        yield begin, bounds[index + 1], int(tokens[begin])
 
 
 def pairs_of(prefix: str) -> list[str]:

@@ -92,11 +92,11 @@ def check_ids(indexed: IndexedDataset, vocab_size: int | None) -> None:
     # The start and the end of the corpus, which overlap in a small one.
     for first in (0, max(0, len(indexed.tokens) - CHECKED_IDS)):
         ids = indexed.tokens[first : first + CHECKED_IDS]
-        if int(ids.min()) >= 0 and int(ids.max()) < vocab_size:
+        if ids.min() >= 0 and ids.max() < vocab_size:
             continue
-        bad_index = int(np.argmax((ids < 0) | (ids >= vocab_size)))
+        bad_index = np.argmax((ids < 0) | (ids >= vocab_size))
         # The document is the first one that ends after the token; document_ends() has the ends of all documents.
-        document = int(np.searchsorted(indexed.document_ends(), first + bad_index, side="right"))
+        document = np.searchsorted(indexed.document_ends(), first + bad_index, side="right")
         where = f"token {first + bad_index:,}, in document {document:,}"
         raise DatasetError(
             f"{indexed.prefix}.bin contains token id {ids[bad_index]} ({where}), outside the vocabulary of "

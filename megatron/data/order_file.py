@@ -73,9 +73,7 @@ def _find_or_create(candidates: list[Path], arrays: Arrays, fill: FillArrays) ->
     if path is None:
         with file_lock(scratch_folder() / f"{candidates[0].name}.lock"):
             # Another process may have created the file while this one waited for the lock.
-            path = _find_file(candidates, size)
-            if path is None:
-                path = _create(candidates, arrays, size, fill)
+            path = _find_file(candidates, size) or _create(candidates, arrays, size, fill)
     return path
 
 

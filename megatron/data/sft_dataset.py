@@ -132,7 +132,7 @@ class SftDataset(CorpusDataset):
             size = int(text.document_sizes(range(document, document + 1))[0])
             source = slice(start, start + min(size, length + 1))
             ids = text.tokens[source]
-            if limit is not None and (int(ids.max()) >= limit or int(ids.min()) < 0):
+            if limit is not None and (ids.max() >= limit or ids.min() < 0):
                 raise DatasetError(
                     f"document {document} of {self._corpus.prefix}.bin contains a token id outside the vocabulary of "
                     f"{limit} tokens: the file is damaged or was made with another tokenizer"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from .spans import SpanPlan
+from .spans import SpanPlan, count_noise_and_spans
 
 SAMPLED_DOCUMENTS = 200_000  # number of documents that suffice to estimate how many documents end in a window
 MAX_UNUSED = 1e-3  # windows are shortened if more than this fraction of the text would be unused
@@ -74,10 +74,7 @@ def _plan_window(tokens: int, max_ends: int, density: float, mean_span: float) -
     """Return a plan for windows of `tokens` tokens, in which up to `max_ends` documents end."""
     # 1/8 more, rounded up, because in another order more documents may end in one window.
     max_spans = max_ends + -(-max_ends // 8)
-    noise = max(round(tokens * density), 1)
-    # A span has at least one masked token, and an unmasked one before it.
-    unmasked = max(tokens - noise, 1)
-    spans = min(max(round(noise / mean_span), 1), noise, unmasked)
+    noise, spans = count_noise_and_spans(tokens, density, mean_span, max_noise=tokens)
     max_spans = min(max(max_spans, spans), tokens)
     masked = max(noise, max_spans)
     # Encoder and decoder have a sentinel for each span, besides the unmasked and the masked tokens.

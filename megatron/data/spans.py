@@ -32,11 +32,17 @@ class SpanPlan(NamedTuple):
     max_spans: int = 0
 
 
+def count_noise_and_spans(tokens: int, density: float, mean_span: float, max_noise: int) -> tuple[int, int]:
+    """Return the numbers of masked tokens, from 1 to `max_noise`, and of their spans."""
+    noise = min(max(round(tokens * density), 1), max_noise)
+    # A span has at least one masked token, and an unmasked one before it if possible.
+    spans = min(max(round(noise / mean_span), 1), noise, max(tokens - noise, 1))
+    return noise, spans
+
+
 def _plan(tokens: int, density: float, mean_span: float, encoder_ends: bool) -> SpanPlan:
     """Return a plan for windows of `tokens` tokens. density: share of tokens to mask, in spans of a mean length."""
-    noise = min(max(round(tokens * density), 1), tokens - 1)
-    # Each span has at least one masked token, and an unmasked one beside it.
-    spans = min(max(round(noise / mean_span), 1), noise, tokens - noise)
+    noise, spans = count_noise_and_spans(tokens, density, mean_span, max_noise=tokens - 1)
     # Convention t5: encoder input and labels end with an end token, and a start token shifts the decoder input.
     # Convention cpm: a closing sentinel ends the labels, and the decoder input starts with the first sentinel.
     # So both have one token more in convention t5 (encoder_ends is True and counts as 1).
@@ -118,7 +124,7 @@ def draw_spans_to_document_ends(
     # Use fewer tokens of the window, until the unmasked tokens and the sentinels fit into the encoder.
     while True:
         sizes, min_spans, spans, noise = _divide_among_documents(boundaries, used, plan)
-        encoder_length = used - int(noise.sum()) + int(spans.sum())  # a sentinel takes the place of each span
+        encoder_length = used - noise.sum() + spans.sum()  # a sentinel takes the place of each span
         excess = encoder_length - plan.encoder
         if excess <= 0:
             break
@@ -132,9 +138,7 @@ def draw_spans_to_document_ends(
     for size, count, noise_tokens, is_end_masked in zip(sizes, spans, noise, min_spans, strict=True):
         document = slice(begin, begin + size)
         # The slices are views, so this writes into the masks of the window.
-        _mask_document(
-            rng, is_masked[document], is_span_start[document], int(count), int(noise_tokens), bool(is_end_masked)
-        )
+        _mask_document(rng, is_masked[document], is_span_start[document], count, noise_tokens, is_end_masked)
         begin += size
     return is_masked, is_span_start, used
 
@@ -174,11 +178,11 @@ def _distribute(capacity: Ints, total: int, least: Ints) -> Ints:
     least 1 in each part, the parts are 3 and 1 after rounding down, and 4 and 1 in the end.
     """
     capacity = np.maximum(capacity, least)
-    total = min(total, int(capacity.sum()))
-    remaining = max(total - int(least.sum()), 0)
+    total = min(total, capacity.sum())
+    remaining = max(total - least.sum(), 0)
     spare = capacity - least
-    parts = least + spare * remaining // max(int(spare.sum()), 1)  # rounded down, so some of `total` is missing
-    missing = total - int(parts.sum())
+    parts: Ints = least + spare * remaining // max(spare.sum(), 1)  # rounded down, so some of `total` is missing
+    missing = total - parts.sum()
     # The parts with the most unused capacity get one more.
     for index in np.argsort(-(capacity - parts), kind="stable")[: max(missing, 0)]:
         if parts[index] < capacity[index]:

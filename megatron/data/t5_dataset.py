@@ -76,7 +76,8 @@ class T5Samples(CorpusDataset):
 
     Sample n exists for any n >= 0. encoder, decoder, labels: padded token ids [k], [q], [q].
     encoder_document_ids [k], decoder_document_ids [q]: number of each token's document in the sample, starting at 1;
-    0 for padding. loss_mask [q]: 1 where a label counts in the loss, else 0.
+    0 for padding. With convention `t5`, decoder_document_ids are the ids of the labels: the token before a document's
+    first label counts as the start token of this document. loss_mask [q]: 1 where a label counts in the loss, else 0.
     """
 
     plan: SpanPlan
@@ -87,7 +88,8 @@ class T5Samples(CorpusDataset):
     ) -> Sample:
         """Return the sample, padded to `plan.encoder` encoder tokens and `plan.decoder` decoder tokens.
 
-        encoder_documents: document id of each encoder token. decoder_documents: document id of each decoder token.
+        encoder_documents: document id of each encoder token. decoder_documents: document id of each decoder token, or
+        of its label with convention `t5`.
         """
         encoder_length = self.plan.encoder
         decoder_length = self.plan.decoder

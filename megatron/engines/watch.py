@@ -37,15 +37,9 @@ class StepWatch:
         self._part = part
         self._micro = 0
         self._mark()
-        try:
+        # These errors have a message for the user, so the watchdog need not report them.
+        with self.watchdog.watching(ValueError, OSError, RunError):
             yield
-        except (ValueError, OSError, RunError):
-            raise  # these errors have a message for the user, so the watchdog need not report them
-        except BaseException as error:
-            self.watchdog.fail(error)
-            raise
-        finally:
-            self.watchdog.record(None)  # between steps, no other rank waits for this one
 
     def micro_batch(self) -> None:
         """Tell the watchdog that this rank begins the next micro-batch of the step."""

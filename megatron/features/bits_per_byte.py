@@ -31,7 +31,7 @@ class BitsPerByte(Feature):
         """Add `bits_per_byte` to a row with a loss, if the samples of its data set show the bytes of their targets."""
         if row.get("split") == "train":  # the rows of its corpora follow
             self._samples = range(self._samples.stop, self._run.state.consumed_samples)
-        if not is_rank_0() or "lm_loss" not in row:
+        if not is_rank_0() or row.get("lm_loss") is None:
             return
         # The split is `train`, or `train/wiki` for the corpus wiki. The name "" stands for the whole data set.
         part, _, name = row["split"].partition("/")

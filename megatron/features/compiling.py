@@ -14,7 +14,7 @@ from .._torch import can_use_triton, has_cpp_compiler
 from ..config import Config
 from ..config.conflicts import compile_conflicts
 from ..model.attention import Attention
-from ..model.block import TransformerLayer
+from ..model.layer_stack import transformer_layers
 from ..mpu import mappings
 from ..ranks import device
 from ..ranks.rank_0 import print_rank_0
@@ -46,7 +46,7 @@ def compile_layers(model: Any, config: Config, zero_stage: int = 0) -> None:
     compiled on accelerators.
     Without --compile and --no-compile, a line of the log says whether layers are compiled on CUDA.
     """
-    layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
+    layers = transformer_layers(model)
     # None without --compile and --no-compile: layers are compiled on CUDA, unless a reason speaks against it.
     requested = config.train.compile
     on_cuda = device.current_device().type == "cuda"

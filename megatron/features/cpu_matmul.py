@@ -315,7 +315,7 @@ def cache_file() -> Path:
     except RuntimeError:
         try:
             folder = private_temp_folder("megatron-cache")
-        except ValueError:
+        except (ValueError, OSError):
             folder = Path(os.devnull)  # no folder is usable: cache reads and writes fail, so each run measures again
     return folder / "megatron-cpu-matmuls.json"
 

@@ -13,7 +13,7 @@ from ..checkpointing import CheckpointReader, TrainState, find_start, plain_conf
 from ..checkpointing.consumed import hash_samples, initial_hash
 from ..checkpointing.contradictions import refuse_contradictions
 from ..checkpointing.data_plan import with_consumed_data
-from ..checkpointing.resume import Start, resumed_position
+from ..checkpointing.resume import resumed_position
 from ..config import Config
 from ..config.command_line import with_values
 from ..config.ds_config import Resolved, resolve
@@ -25,7 +25,6 @@ from ..ranks.initialize import initialize_megatron, world_size
 from ..ranks.rank_0 import print_notes, print_rank_0
 from ..storage import RemotePath
 from ..timers import Timers
-from ..tokenizer import Tokenizer
 from ..training import run_folder
 from ..training.console import format_count
 from ..training.data_ranks import open_datasets
@@ -34,6 +33,7 @@ from ..training.inputs import reads_corpora, require_inputs
 from ..training.setup import new_run_dir, prepare_settings
 from ..training.task import Task
 from .task_sets import read_tasks
+from .writers import check_packages
 
 # With more instructions than this, fewer micro-batches are checked, since the others repeat the steady state.
 MAX_INSTRUCTIONS = 1 << 16
@@ -57,6 +57,7 @@ def check_run(task: Task, config: Config, ranks: int) -> None:
         raise ValueError(f"--dry-run {ranks} checks all ranks in one process, but WORLD_SIZE is {world_size()}")
     config = config.with_derived_iters(ranks)
     require_inputs(task, config)
+    check_packages(config.log)
     replicas = config.parallel.data_parallel_size(ranks)
     device = device_module.current_device()
     resolved = resolve(config, ranks, device_module.has_fast_bf16(device))
@@ -81,9 +82,14 @@ def check_run(task: Task, config: Config, ranks: int) -> None:
     local_config = with_consumed_data(local_config, start.path, start.wanted, reads_corpora(task))
     datasets = open_datasets(task, config, local_config, tokenizer, start)
     print_rank_0(f"data: the first sample has {_shapes(datasets[0])}")
-    _check_start(start, config, run_dir, tokenizer)
-    if start.path is not None and start.wanted.position:
-        reader = CheckpointReader(start.path)
+    source = f"resumes from {start.path}" if start.path else "none, starts from new weights"
+    print_rank_0(f"checkpoint: {source}")
+    reader = None if start.path is None else CheckpointReader(start.path)
+    if reader is not None:
+        refuse_contradictions(reader, config, tokenizer.fingerprint, start.wanted)
+    iteration, _ = resumed_position(start)
+    run_folder.refuse_other_checkpoints(config, run_dir, iteration)
+    if reader is not None and start.wanted.position:
         state = TrainState.from_dict(reader.state)
         initial_value = initial_hash(local_config)
         hash_samples(initial_value, state, plain_config(reader), local_config, datasets[0], start.wanted)
@@ -94,16 +100,6 @@ def check_run(task: Task, config: Config, ranks: int) -> None:
     else:
         _check_writable(folder)
     print_rank_0("the dry run found no mistake")
-
-
-def _check_start(start: Start, config: Config, run_dir: Path, tokenizer: Tokenizer) -> None:
-    """Print from which checkpoint the run would start. Raises ValueError if the run would refuse to start from it."""
-    source = f"resumes from {start.path}" if start.path else "none, starts from new weights"
-    print_rank_0(f"checkpoint: {source}")
-    if start.path is not None:
-        refuse_contradictions(CheckpointReader(start.path), config, tokenizer.fingerprint, start.wanted)
-    iteration, _ = resumed_position(start)
-    run_folder.refuse_other_checkpoints(config, run_dir, iteration)
 
 
 def _memory(config: Config, resolved: Resolved, ranks: int, device: torch.device) -> list[str]:

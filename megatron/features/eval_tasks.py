@@ -191,6 +191,8 @@ def _print_and_log(run: Run, tasks: TaskSet, scorer: RankScorer) -> None:
         )
         return
     for name, numbers in rows.items():
+        if run.metrics.has_row(f"eval/{name}", iteration):  # a tag or a group of lm-eval has only rows of its tasks
+            continue
         line = " | ".join(f"{key.replace('lm_loss', 'loss')} {value:.4g}" for key, value in numbers.items())
         print_rank_0(f"iteration {iteration:7d} | eval/{name} {line}")
         run.metrics.write({"split": f"eval/{name}", "iteration": iteration, **numbers})

@@ -5,7 +5,7 @@ from dataclasses import replace
 from torch import nn
 
 from .. import mpu
-from ..model.block import TransformerLayer
+from ..model.layer_stack import transformer_layers
 from ..mpu.fp8 import SIZE_MULTIPLE
 from ..ranks.agreement import raise_on_all_ranks
 from ..ranks.errors import RunError
@@ -32,8 +32,7 @@ def use_fp8(model: nn.Module) -> int:
     Raises ValueError for a weight whose shard has a size that is not a multiple of 16.
     """
     num_layers = 0
-    layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
-    for layer in layers:
+    for layer in transformer_layers(model):
         for name, module in layer.named_modules():
             if isinstance(module, (mpu.ColumnParallelLinear, mpu.RowParallelLinear)):
                 shape = mpu.spec_of(module.weight).local_shape  # ZeRO 3 may hold the weight itself as an empty tensor

@@ -100,10 +100,7 @@ class LogLikelihoods:
             to_score.append(continuation_request(self.tokenizer, context, text, self.max_length))
         # The scores are in the order of the requests with tokens, so each of these takes the next one.
         scores = iter(self.score(list(filter(None, to_score))))
-        results = []
-        for scorable in to_score:
-            results.append(next(scores) if scorable else Scored(0.0, greedy=True))
-        return results
+        return [next(scores) if scorable else Scored(0.0, greedy=True) for scorable in to_score]
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
         """Return the log-probability of each whole text; see `rolling_requests`."""

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.estimate.per_rank import Memory, rank_memory
+from megatron.estimate.per_rank import rank_memory
 from megatron.estimate.sizes import DTYPE_BYTES, parameters, stages_of
 from tds.diagnose import Watchdog
 
@@ -75,7 +75,10 @@ def estimate_lines(task: Task, config: Config, resolved: Resolved, device: torch
     peak = max(memories, key=lambda memory: memory.total)
     size = f"{num_parameters / 1e6:.2f} million parameters, {peak.total / 1e9:.3g} GB of tensors on the peak rank"
     if config.log.log_details:
-        size += f" ({_describe_parts(peak)})"
+        # Name and size in GB of each kind of memory that takes 1% or more, largest first.
+        kinds = sorted(asdict(peak).items(), key=lambda each: -each[1])
+        parts = ", ".join(f"{name} {held / 1e9:.2g}" for name, held in kinds if held >= 0.01 * peak.total)
+        size += f" ({parts})"
     lines = [f"estimate: {size}"]
     available = device_module.total_memory(device)
     # Offloaded tensors are in the memory of the host, so the device needs less than the estimate.
@@ -101,12 +104,6 @@ def estimate_lines(task: Task, config: Config, resolved: Resolved, device: torch
             f"{LAYOUT_ADVICE}, or use --checkpoint-activations"
         )
     return lines
-
-
-def _describe_parts(memory: Memory) -> str:
-    """Return the name and size in GB of each kind of memory that takes 1% or more, largest first."""
-    sizes = sorted(asdict(memory).items(), key=lambda each: -each[1])
-    return ", ".join(f"{name} {size / 1e9:.2g}" for name, size in sizes if size >= 0.01 * memory.total)
 
 
 def memory_advice(parameters: int, config: Config, precision: str, num_muon: int = 0) -> str:

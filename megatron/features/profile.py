@@ -5,6 +5,8 @@ messages and collectives of all ranks on one clock. Recording one of these event
 `--trace` can stay on.
 """
 
+import contextlib
+
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
@@ -28,10 +30,7 @@ class Profile(Feature):
         default = (skipped + 1, skipped + PROFILE_ITERATIONS)
         self._first, self._last = run.config.log.profile_range or default
         folder = run.run_dir / "profile"
-        if is_rank_0():
-            # Delete the files of an earlier start, which may have had more ranks.
-            for old in folder.glob("torch_*.json.gz"):
-                old.unlink()
+        self._begin = run.state.iteration + 1
         self._path = folder / f"torch_{dist.get_rank():05d}.json.gz"
         self._profiler: profile | None = None
         self._is_done = False
@@ -44,6 +43,11 @@ class Profile(Feature):
             if self._run.device.type != "cpu":
                 # Of the device, such as CUDA, besides those of the CPU.
                 activities += supported_activities() - {ProfilerActivity.CPU}  # type: ignore[no-untyped-call]
+            if is_rank_0():
+                # Delete the files of an earlier start, which may have had more ranks.
+                for old in self._path.parent.glob("torch_*.json.gz"):
+                    with contextlib.suppress(OSError):  # such as those of another user
+                        old.unlink()
             self._profiler = profile(activities=activities, record_shapes=True, acc_events=True)
             self._profiler.start()
         else:
@@ -55,8 +59,9 @@ class Profile(Feature):
         if self._profiler is not None:
             self._finish()
         elif error is None and not self._is_done:
+            problem = "began after" if self._begin > self._last else "did not reach"
             iterations = f"iterations {self._first} to {self._last}"
-            print_rank_0(f"warning: --profile recorded nothing, as this start did not reach {iterations}")
+            print_rank_0(f"warning: --profile recorded nothing, as this start {problem} {iterations}")
 
     def _finish(self) -> None:
         """Stop the profiler and write its file. Errors of the file do not end the run."""

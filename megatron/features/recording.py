@@ -1,5 +1,6 @@
 """The flag `--trace`: records the timeline of iterations and writes files to the run directory."""
 
+import contextlib
 from typing import Any
 
 import torch.distributed as dist
@@ -8,7 +9,6 @@ from tds import timeline, trace
 from tds.align import measure_offset
 
 from .. import mpu
-from ..config import Config
 from ..ranks.rank_0 import is_rank_0, print_rank_0
 from ..training.feature import Feature
 from ..training.run_state import Run
@@ -18,10 +18,10 @@ from ..training.run_state import Run
 MOST_MERGED = 64
 
 
-def rank_metadata(config: Config, engine: Any) -> dict[str, Any]:
+def rank_metadata(run: Run) -> dict[str, Any]:
     """Return metadata for this rank's timeline, such as its stage and the pipeline schedule."""
     mesh = mpu.get_mesh()
-    layout = config.parallel
+    layout = run.config.parallel
     rank = dist.get_rank()
     position = f"stage {mesh.pipe.rank}, replica {mesh.data.rank}, model {mesh.model.rank}"
     return {
@@ -35,8 +35,8 @@ def rank_metadata(config: Config, engine: Any) -> dict[str, Any]:
         "schedule": layout.pipeline_schedule,
         "extra_warmup": layout.pipeline_extra_warmup,
         "chunks": layout.virtual_pipeline_size,
-        "micros": config.train.gas,
-        "device": engine.device.type,
+        "micros": run.config.train.gas,
+        "device": run.device.type,
         "name": f"rank {rank} ({position})",
     }
 
@@ -45,26 +45,32 @@ class Recording(Feature):
     """Feature that records a timeline of this rank with --trace. Its start and its end are collectives."""
 
     def start(self, run: Run) -> None:
-        self._folder = run.run_dir / timeline.FOLDER
-        if is_rank_0():
-            # Delete the files of an earlier start, which may have had more ranks.
-            for old in self._folder.glob("rank_*.json"):
-                old.unlink()
-        self._device = run.device
-        engine = run.engine.deepspeed
         first, last = run.config.log.trace_range or (None, None)
+        self._has_recorded = False
+        self._folder = run.run_dir / timeline.FOLDER
+        self._device = run.device
         path = self._folder / timeline.trace_file_name(dist.get_rank())
-        self._recorder = trace.Tracer(self._device, path, rank_metadata(run.config, engine), first, last)
+        self._recorder = trace.Tracer(self._device, path, rank_metadata(run), first, last)
         # The offset of this rank's clock from rank 0. It is measured again at the end, as clocks drift.
         self._recorder.clock.append(measure_offset(self._device))
         trace.start(self._recorder)  # from here on, events of the engine go to this recorder
 
     def before_step(self, iteration: int) -> None:
         self._recorder.iteration(iteration)
+        if self._has_recorded or not self._recorder.is_recording:
+            return
+        self._has_recorded = True
+        if is_rank_0():
+            # Delete the files of an earlier start, which may have had more ranks.
+            for old in self._folder.glob("rank_*.json"):
+                with contextlib.suppress(OSError):  # such as those of another user
+                    old.unlink()
 
     def close(self, error: BaseException | None) -> None:
         recorder = self._recorder
         trace.stop()
+        if not self._has_recorded:  # the files of an earlier start stay
+            return
         if error is not None:  # other ranks may have ended
             recorder.try_to_write(wait=False)
             return

@@ -97,5 +97,5 @@ class Guard(Feature):
         if type(batch_tokens) is not int:
             found = brief(repr(batch_tokens))
             raise ValueError(f"state.features.spike_guard.batch_tokens must be a whole number, not {found}")
-        self._guard.recent.extend((loss, norm) for loss, norm in recent)
+        self._guard.recent.extend(map(tuple, recent))
         self._batch_tokens = batch_tokens

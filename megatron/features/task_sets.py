@@ -51,7 +51,9 @@ def split_word(word: str) -> tuple[str, Path]:
     if "=" in word and not Path(word).exists():  # a file in a folder such as lang=en has no name
         name, file = word.split("=", 1)
     path = Path(file)
-    if path.suffix in (".jsonl", ".yaml", ".yml") and not path.is_file():
+    if path.suffix == ".yml":
+        raise ConfigError(f"--eval-tasks {word}: lm-eval reads only files that end in .yaml: rename {file}")
+    if path.suffix in (".jsonl", ".yaml") and not path.is_file():
         raise ConfigError(f"--eval-tasks {word}: there is no file {file}")
     return name, path
 

@@ -4,7 +4,6 @@ Each destination has its own flag. Its package is imported only if the destinati
 """
 
 import contextlib
-import importlib.util
 import os
 import re
 import signal
@@ -18,7 +17,7 @@ from typing import Any
 from ..atomic import write_text
 from ..config import Config
 from ..config.output import LogConfig
-from ..packages import pip_install
+from ..packages import is_installed, pip_install
 from ..ranks.agreement import raise_on_all_ranks
 from ..ranks.rank_0 import is_rank_0
 from ..training.feature import Feature, Plan
@@ -48,7 +47,7 @@ def check_packages(config: LogConfig) -> None:
     """Raise ValueError if a flag is set whose package is not installed."""
     for name in PACKAGES:
         is_requested = getattr(config, name) or (name == "tensorboard" and config.tensorboard_dir)
-        if is_requested and importlib.util.find_spec(name) is None:
+        if is_requested and not is_installed(name):
             raise ValueError(
                 f"--{name} needs the package {name}: {pip_install(name)}; --no-{name} continues without it"
             )
@@ -61,9 +60,9 @@ def build_writers(config: Config, run_dir: Path, iteration: int) -> list[Writer]
     """
     log = config.log
     # Without --tensorboard and --no-tensorboard, TensorBoard is written if it is installed.
-    is_installed = log.tensorboard is None and importlib.util.find_spec("tensorboard")
+    is_usual = log.tensorboard is None and is_installed("tensorboard")
     wanted: dict[type[Writer], Any] = {
-        TensorBoard: log.tensorboard or log.tensorboard_dir or is_installed,
+        TensorBoard: log.tensorboard or log.tensorboard_dir or is_usual,
         WeightsAndBiases: log.wandb,
         SwanLab: log.swanlab,
         MLflow: log.mlflow,
@@ -276,8 +275,8 @@ class MLflow:
 
     def write(self, iteration: int, numbers: Mapping[str, float]) -> None:
         """Log the numbers of one row in one call."""
-        # MLflow refuses other characters, such as those of the corpus c++.
-        named = {re.sub(r"[^/\w.\- :]", "_", name): value for name, value in numbers.items()}
+        # MLflow refuses other characters, such as those of the corpus c++, and paths with //, ./ or ../.
+        named = {re.sub(r"[^/\w.\- :]|(?<=/)/|\.+/", "_", name): value for name, value in numbers.items()}
         self._mlflow.log_metrics(named, step=iteration)
 
     def close(self) -> None:

@@ -131,17 +131,17 @@ def lr_at(iteration: int, config: Config, samples: tuple[int, int] | None = None
     warmup = floor_share(optim.warmup, total)
     if completed <= warmup:  # never without a warm-up, because `completed` is at least 1
         return optim.lr * completed / warmup
-    if optim.lr_decay_style == "constant":
+    style = optim.lr_decay_style
+    if style == "constant":
         return optim.lr
     if next_completed > total:
         completed = total  # the next step would end after the decay, so the decay ends with this step
     decay_begin = warmup
-    style = optim.lr_decay_style
     if style == "wsd":
         decay_begin = max(total - wsd_decay_length(config), warmup)
         style = optim.lr_wsd_decay_style
     decay_length = max(total - decay_begin, 1)  # at least 1, as it is a divisor
-    done_fraction = min(max(completed - decay_begin, 0) / decay_length, 1.0)
+    done_fraction = max(completed - decay_begin, 0) / decay_length
     return optim.min_lr + (optim.lr - optim.min_lr) * REMAINING[style](done_fraction)
 
 

@@ -45,7 +45,8 @@ def describe(config: Config, digits: int = 6) -> str:
     if o.lr_decay_style == "constant":
         return f"{warmup_text}, then constant"
     if o.lr_decay_style == "wsd":
-        stable_text = f"constant until {unit_name} {total - wsd_decay_length(config)}"
+        decay_begin = max(total - wsd_decay_length(config), floor_share(o.warmup, total))
+        stable_text = f"constant until {unit_name} {decay_begin}"
         return f"{warmup_text}, {stable_text}, {o.lr_wsd_decay_style} {end_text}"
     return f"{warmup_text}, {o.lr_decay_style} {end_text}"
 

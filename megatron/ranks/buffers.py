@@ -29,7 +29,7 @@ class BufferCopy(NamedTuple):
 
 def record_buffers(model: nn.Module) -> None:
     """Record fingerprints of the buffers of `model`, so that a later save can tell which stages changed a buffer."""
-    _initial_fingerprints[model] = _fingerprints(model, lambda buffer: not buffer.is_quantized)
+    _initial_fingerprints[model] = _fingerprints(model, lambda _: True)
 
 
 def fingerprint_buffers(model: nn.Module, savable: Callable[[Tensor], bool]) -> dict[str, BufferCopy]:
@@ -48,7 +48,7 @@ def _fingerprints(model: nn.Module, included: Callable[[Tensor], bool]) -> dict[
     return {
         name: int(fingerprint(_as_real(buffer.detach())).item())
         for name, buffer in global_buffers(model)
-        if buffer.numel() and included(buffer)
+        if buffer.numel() and buffer.layout is torch.strided and not buffer.is_quantized and included(buffer)
     }
 
 

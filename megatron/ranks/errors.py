@@ -1,15 +1,13 @@
 """Errors that end a run on all ranks, their one-line description, and the exit of the process."""
 
-import contextlib
 import multiprocessing
 import os
 import re
-import sys
 import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from tds.messages import error_text
+from tds.messages import error_text, flush_and_exit
 
 from ..config.messages import describe_error
 from .source import is_library_file
@@ -65,8 +63,4 @@ def exit_now(code: int) -> NoReturn:
     """
     for worker in multiprocessing.active_children():
         worker.kill()
-    for stream in (sys.stdout, sys.stderr):
-        # The stream may be None or closed, or the process that reads it may have ended.
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream.flush()
-    os._exit(code)
+    flush_and_exit(code)

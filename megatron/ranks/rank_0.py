@@ -11,6 +11,11 @@ def own_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def num_ranks() -> int:
+    """Return the number of ranks; 1 if torch.distributed is not initialized."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def is_rank_0() -> bool:
     """Return whether this process is rank 0 or torch.distributed is not initialized."""
     return own_rank() == 0

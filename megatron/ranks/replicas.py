@@ -1,6 +1,5 @@
 """Check that copies of weights are equal on all ranks that hold them, at every save."""
 
-import hashlib
 from collections.abc import Mapping
 from itertools import chain
 from typing import Any, NamedTuple
@@ -128,9 +127,8 @@ def _equal_on_ranks(values: Mapping[WeightKey, int], axis: mpu.Axis, device: tor
     if axis.size == 1:
         return True
     text = repr(sorted(values.items(), key=str))
-    digest = hashlib.sha256(text.encode()).digest()
-    # One MAX gives the maximum and, by the negated hash, the minimum. 62 bits of a hash fit into an int64.
-    hashed = int.from_bytes(digest[:8], "big") >> 2
+    # One MAX gives the maximum and, by the negated hash, the minimum. A seed is a hash of 63 bits.
+    hashed = mpu.derive_seed(text) >> 1
     max_and_minus_min = torch.tensor([hashed, -hashed], device=device)
     dist.all_reduce(max_and_minus_min, op=dist.ReduceOp.MAX, group=axis.group)
     maximum, minus_minimum = max_and_minus_min.tolist()

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import IntEnum
 from types import FrameType
 
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from . import device as device_module
 from .errors import exit_now
+from .rank_0 import num_ranks
 
 PROCESS_START = time.monotonic()
 # SIGINTs within this time are one Ctrl-C: the terminal signals the whole process group, and the launcher then signals
@@ -63,6 +65,7 @@ def restored_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@dataclass
 class StopSignals:
     """Context manager that handles signals during the training loop.
 
@@ -73,9 +76,10 @@ class StopSignals:
     device: device of the tensors that the ranks exchange.
     """
 
-    def __init__(self, minutes: float | None, device: torch.device) -> None:
-        self._minutes = minutes
-        self._device = device
+    minutes: float | None
+    device: torch.device
+
+    def __post_init__(self) -> None:
         self._request = StopSignal.NOTHING
         self._interrupted: float | None = None  # time of the first Ctrl-C
         self._read_reports: Callable[[], list[int]] | None = None
@@ -123,9 +127,9 @@ class StopSignals:
         """
         request = self._request
         self._request = StopSignal.NOTHING
-        if self._minutes is not None and time.monotonic() - PROCESS_START > 60 * self._minutes:
+        if self.minutes is not None and time.monotonic() - PROCESS_START > 60 * self.minutes:
             request = StopSignal.SAVE_AND_STOP
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+        if num_ranks() == 1:
             return request, done
         read_previous = self._read_reports  # None in the first call
         # The maximum of `not done` is 0 if all ranks are done.
@@ -137,10 +141,10 @@ class StopSignals:
 
     def _start_max(self, own_values: list[int]) -> Callable[[], list[int]]:
         """Start a MAX all-reduce of this rank's values; return a function that waits for the result."""
-        values = torch.tensor(own_values, pin_memory=self._device.type != "cpu")
-        max_values = values.to(self._device, non_blocking=True)  # without blocking the host
+        values = torch.tensor(own_values, pin_memory=self.device.type != "cpu")
+        max_values = values.to(self.device, non_blocking=True)  # without blocking the host
         work = dist.all_reduce(max_values, op=dist.ReduceOp.MAX, async_op=True)
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
 
             def read() -> list[int]:
                 work.wait()

@@ -5,14 +5,12 @@ from ..data.fim import FillInTheMiddle
 from ..tokenizer import Tokenizer
 
 
-def fill_in_the_middle(config: Config, tokenizer: Tokenizer) -> FillInTheMiddle | None:
-    """Return the fill-in-the-middle settings, or None without --fim-rate.
+def fill_in_the_middle(config: Config, tokenizer: Tokenizer) -> FillInTheMiddle:
+    """Return the fill-in-the-middle settings of a run with --fim-rate.
 
     Raises ValueError if the tokenizer lacks one of the --fim-tokens.
     """
     data = config.data
-    if not data.fim_rate:
-        return None
     names = data.fim_tokens or ()  # three names: config/conflicts.py checks this
     missing = [name for name in names if name not in tokenizer.marks]
     if missing:

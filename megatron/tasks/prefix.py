@@ -8,12 +8,13 @@ from torch import Tensor
 
 
 def mark_prefixes(prefixes: Tensor, document_ids: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Negate the document ids of prefix tokens, and set the loss mask to 0 where the label is a prefix token.
+    """Negate the document ids of prefix tokens, and set the loss mask to 0 where a token and its label are in a prefix.
 
     prefixes: [b, s], 1 for prefix tokens, else 0. document_ids: [b, s], or empty if each sample is one document.
     loss_mask: [b, s].
     Returns (document ids, loss mask), both [b, s]. The last token of a prefix keeps its loss because its label is the
-    first token after the prefix.
+    first token after the prefix. So does the token before the prefix of a later document: its label, the first token of
+    this prefix, counts.
     """
     ids = document_ids if document_ids.numel() else torch.ones_like(prefixes, dtype=torch.int32)
     in_prefix = prefixes.bool()

@@ -99,9 +99,9 @@ def build_engine(
     )
     for feature in features:
         feature.engine(engine, plan)
-    record_buffers(engine.module)
     if resolved.precision == "fp64":
         zero_state.use_fp64(engine)
+    record_buffers(engine.module)
     # DeepSpeed's optimizers must skip a step even if only one copy of a weight has a NaN in its gradient.
     if mpu.get_mesh().replica.size > 1 and not resolved.distributed_optimizer:
         zero_state.check_all_copies(engine)

@@ -38,9 +38,8 @@ def evaluate(run: Run, part: str) -> float | None:
         rows += feature.evaluated(part, iteration, total)
     total_row = _evaluation_row(total, part, iteration)
     for row in [*rows, total_row]:
-        for feature in run.features:
-            feature.extend(row)
-        if "lm_loss" in row:  # a feature may add rows without a loss, which are only logged
+        run.features.finish(row)
+        if row.get("lm_loss") is not None:  # a feature may add rows without a loss, which are only logged
             print_rank_0(_format_line(row))
         run.metrics.write(row)
     return float(total_row["lm_loss"])

@@ -88,7 +88,7 @@ class Feature:
         return {}
 
     def rows(self, iteration: int) -> list[dict[str, Any]]:
-        """Return further rows of metrics.jsonl, after the row of training that is due."""
+        """Return further rows of metrics.jsonl, after the row of training; each needs `split` and `iteration`."""
         return []
 
     def extend(self, row: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from functools import partial
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import Config
 from ..config.feature_table import TABLE
 from ..ranks.errors import RunError
-from ..ranks.rank_0 import print_rank_0
+from ..ranks.rank_0 import is_rank_0, print_rank_0
 from ..rows import parse_row
 from .feature import Feature, Interval
 
@@ -35,6 +36,7 @@ class Features(list[Feature]):
         names = set(TABLE)  # of unused features, too, whose states a checkpoint may have
         if not isinstance(own, Sequence) or not all(isinstance(each, Feature) for each in own):
             raise ValueError(f"features must be a list of objects of subclasses of Feature, not {own!r}")
+        self._has_own = bool(own)
         for feature in own:
             kind = type(feature).__name__
             feature.name = feature.name or kind
@@ -57,9 +59,26 @@ class Features(list[Feature]):
         entries: Entries = {}
         for each in self:
             row = each.row(interval)
-            _check_entries(each.name, "row", row, allow_nan=True)
+            _check_entries(each.name, "row", row)
             _merge_entries(entries, row)
         return entries
+
+    def finish(self, row: Entries) -> None:
+        """Let all features extend a row. Raises ValueError on rank 0 for a row of a user's that a run cannot write."""
+        self._check_row(row)
+        for each in self:
+            each.extend(row)
+        self._check_row(row)
+
+    def _check_row(self, row: Entries) -> None:
+        if not self._has_own or not is_rank_0():  # rank 0 alone writes rows
+            return
+        try:
+            if not isinstance(row.get("split"), str):
+                raise TypeError("it has no split")
+            parse_row(json.dumps(row))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"a feature has made or extended a row that a run cannot write: {error}") from None
 
     def state(self) -> dict[str, Entries]:
         """Return name -> state of each feature that has one. Raises RunError for a state that JSON cannot hold."""
@@ -67,8 +86,8 @@ class Features(list[Feature]):
         for each in self:
             state = each.state()
             if state:
-                _check_entries(each.name, "state", state, allow_nan=False)
-                states[each.name] = state
+                _check_entries(each.name, "state", state)
+                states[each.name] = deepcopy(state)  # the feature may change its lists and dicts later
         return states
 
     def load(self, states: Mapping[str, Entries]) -> None:
@@ -91,13 +110,14 @@ def _close_feature(feature: Feature, kind: object, error: Any, *_: object) -> No
     feature.close(error)
 
 
-def _check_entries(name: str, kind: str, entries: Any, allow_nan: bool) -> None:
+def _check_entries(name: str, kind: str, entries: Any) -> None:
+    is_row = kind == "row"
     try:
         if not isinstance(entries, dict):
             raise TypeError(f"it is {entries!r}, not a dict")
-        json.dumps(entries, allow_nan=allow_nan)
-        if kind == "row":  # its entries become part of a line of metrics.jsonl
-            parse_row(json.dumps({**entries, "iteration": 0, "split": "row"}))
+        json.dumps(entries, allow_nan=is_row)
+        if is_row:  # its entries become part of a line of metrics.jsonl
+            parse_row(json.dumps({"iteration": 0, "split": "row", **entries}))
     except (TypeError, ValueError) as error:
         raise RunError(
             f"the feature {name} has a {kind} that a run cannot write: {error}; return numbers, texts, lists and "

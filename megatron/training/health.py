@@ -83,17 +83,23 @@ class Health:
     state: training state at the start of the run.
     max_skipped: the run ends after this number of skipped steps in a row.
     scale, min_scale: loss scale of fp16 and its minimum; None without a dynamic loss scale.
+    has_stepped: whether the optimizer has made a step before, so that the loss scale is no longer the initial one.
     """
 
     def __init__(
-        self, state: TrainState, max_skipped: int, scale: float | None = None, min_scale: float | None = None
+        self,
+        state: TrainState,
+        max_skipped: int,
+        scale: float | None = None,
+        min_scale: float | None = None,
+        has_stepped: bool = False,
     ) -> None:
         self._max_skipped = max_skipped
         self._scale = scale
         self._min_scale = min_scale
         self._applied_state = replace(state)  # after the last step that was not skipped
         self._streak = 0
-        self._lowers_first_scale = min_scale is not None
+        self._lowers_first_scale = min_scale is not None and not has_stepped
         self._unread: list[tuple[StepResult, SampleRange, TrainState]] = []
         self._recent_losses: deque[float] = deque(maxlen=MAX_RECENT_LOSSES)
         self.fault: Fault | None = None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from ..atomic import process_name
-from ..checkpointing.lookup import latest_name
+from ..checkpointing.lookup import is_own_folder, latest_name
 from ..config import Config
 from ..config.fields import ConfigError
 from ..config.messages import format_problems
@@ -78,14 +78,10 @@ def load_problems(config: Config) -> Iterator[str]:
     if load is None:
         return
     run_dir = config.log.run_dir
-    # Scripts for Megatron-LM pass the same folder to --save and --load. At the first start, this folder does not exist.
-    own_folders = []
-    if run_dir:
-        own_folders = [to_path(run_dir).resolve(), save_dir_of(config, Path(run_dir)).resolve()]
-    if config.checkpoint.save:
-        own_folders.append(to_path(config.checkpoint.save).resolve())
+    save_dir = save_dir_of(config, Path(run_dir)) if run_dir else config.checkpoint.save
     try:
-        if to_path(load).resolve() in own_folders:
+        # Scripts for Megatron-LM pass the same folder to --save and --load. At the first start, it does not exist.
+        if is_own_folder(load, config, save_dir):
             return
         if not to_path(load).exists() and not _has_begun(config):
             yield f"--load {load} holds no checkpoint: there is no such folder"

@@ -27,7 +27,8 @@ class TrainingLog(Feature):
         self.run = run
         min_scale = zero_state.least_loss_scale(run.engine.deepspeed)
         scale = zero_state.get_loss_scaler(run.engine.deepspeed).get("cur_scale")
-        self.health = Health(run.state, run.config.train.max_skipped_steps, scale, min_scale)
+        has_stepped = zero_state.get_step(run.engine.deepspeed) > 0
+        self.health = Health(run.state, run.config.train.max_skipped_steps, scale, min_scale, has_stepped)
         self.time_left = TimeLeft()
         self.batch_samples = run.global_batch_size  # number of samples of the last iteration
         self.last_samples = SampleRange(run.state.iteration, run.state.consumed_samples, 0)  # of the last iteration
@@ -71,7 +72,7 @@ class TrainingLog(Feature):
     def after_step(self, step: StepResult | None, samples: SampleRange) -> None:
         self.last_samples = samples
         state = self.run.state
-        state.features = self.run.features.state()  # before `health` copies the training state
+        state.features = {}  # `health` copies the reference; `Saves` fills the dict after the parts that follow the log
         if step is None:
             self.check()
             self.health.skip(state)
@@ -139,21 +140,22 @@ class TrainingLog(Feature):
         samples = run.state.consumed_samples
         total_samples = run.batch_schedule.advance(samples, last - run.state.iteration)
         left = self.time_left.estimate(samples, total_samples, sample_seconds)
-        if "lm_loss" in row:  # not if flags skipped all iterations since the last log line
-            print_rank_0(training_line(row, last, step_seconds, left, run.config.log.log_details))
+        milliseconds: dict[str, float] = {}
         if run.resolved.wall_clock_breakdown and steps:
             timed_parts |= run.engine.times()
             milliseconds = {name: 1e3 * spent / steps for name, spent in timed_parts.items()}
             row["timers_ms"] = milliseconds
-            words = [f"{name} {spent:.1f} ms" for name, spent in milliseconds.items()]
-            print_rank_0("   per iteration: " + ", ".join(words))
         new_rows = [row]
         for feature in run.features:
             new_rows += feature.rows(run.state.iteration)
         for new_row in new_rows:
-            for feature in run.features:
-                feature.extend(new_row)
+            run.features.finish(new_row)
             run.metrics.write(new_row)
+        if "lm_loss" in row:  # not if flags skipped all iterations since the last log line
+            print_rank_0(training_line(row, last, step_seconds, left, run.config.log.log_details))
+        if milliseconds:
+            words = [f"{name} {spent:.1f} ms" for name, spent in milliseconds.items()]
+            print_rank_0("   per iteration: " + ", ".join(words))
         self.reset_statistics()
         self.restart_timer()
 

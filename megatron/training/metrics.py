@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -55,7 +56,8 @@ class MetricsWriter:
     """
 
     def __init__(self, run_dir: str, iteration: int, active: bool) -> None:
-        self._path: Path | None = None
+        self._path = Path(run_dir) / "metrics.jsonl"
+        self._active = active
         self._writers: list[Writer] = []
         self._unwritten: list[str] = []  # lines of metrics.jsonl that could not be written yet
         self.is_paused = False  # True if the run has lost its run directory, in which it may not write then
@@ -63,8 +65,7 @@ class MetricsWriter:
         self._unsent: defaultdict[str, list[tuple[int, dict[str, Any]]]] = defaultdict(list)
         self._rows_at_start: set[tuple[str, int]] = set()  # arguments for which `has_row` returns True
         if active:
-            self._path = Path(run_dir) / "metrics.jsonl"
-            self._drop_later_rows(self._path, iteration)
+            self._drop_later_rows(iteration)
 
     def forward_to(self, writers: Sequence[Writer]) -> None:
         """Let `writers` get the numbers of each row that is written from now on."""
@@ -82,8 +83,9 @@ class MetricsWriter:
             )
         return is_found
 
-    def _drop_later_rows(self, path: Path, iteration: int) -> None:
+    def _drop_later_rows(self, iteration: int) -> None:
         """Rewrite metrics.jsonl without rows that the run will write again, and remember which rows it has."""
+        path = self._path
         if not path.exists():
             return
         # Line by line, as the file of a model with many experts may be larger than the memory.
@@ -108,6 +110,8 @@ class MetricsWriter:
                     self._rows_at_start.add((str(split), row["iteration"]))
                 for sample in row.get("samples", ()):
                     self._rows_at_start.add((f"samples/{sample['prompt']}", row["iteration"]))
+            new_file.flush()
+            os.fsync(new_file.fileno())  # before the old file is replaced, since a machine may lose power
 
     def write(self, row: dict[str, Any]) -> None:
         """Append a row to metrics.jsonl; NaN and infinities become null.
@@ -115,10 +119,10 @@ class MetricsWriter:
         row: numbers, texts, and lists and dicts of numbers and texts.
         If the file cannot be written, e.g. on a full disk, print a note, and write this row together with a later row.
         """
-        if self._path is not None:
+        if self._active:
             line = json.dumps(_json_safe(row), allow_nan=False)
             self._unwritten.append(line + "\n")
-            self._append_lines(self._path)
+            self._append_lines()
         # Only the row of samples has texts, which writers get by their prompt. It has no numbers besides its iteration.
         split = row.get("split", "train")
         numbers = {f"{split}/{sample['prompt']}": sample["text"] for sample in row.get("samples", ())}
@@ -159,8 +163,9 @@ class MetricsWriter:
             self._writers.remove(writer)
             tqdm.write(f"note: {writer.name} failed at iteration {unsent[0][0]}, so it gets no more metrics: {error}")
 
-    def _append_lines(self, path: Path) -> None:
+    def _append_lines(self) -> None:
         """Write all lines that could not be written yet; keep them for the next call if the file cannot be written."""
+        path = self._path
         if self.is_paused:
             return
         has_kept_lines = len(self._unwritten) > 1  # the last line is new; others were kept when a write failed
@@ -188,8 +193,8 @@ class MetricsWriter:
             from .complaints import end_row
 
             self.write(end_row(error, run))  # together with the lines that could not be written yet
-        elif self._path is not None and self._unwritten:
-            self._append_lines(self._path)
+        elif self._unwritten:
+            self._append_lines()
         if self._unwritten:
             tqdm.write(f"note: the last {len(self._unwritten)} lines of {self._path} were not written")
         for writer in list(self._writers):  # a copy, as `_forward` removes a writer that fails

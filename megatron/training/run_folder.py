@@ -20,6 +20,7 @@ from ..locks.run_lock import CHECKPOINTS, RunLock, RunLockedError
 from ..ranks.rank_0 import is_rank_0, print_notes
 from ..storage import RemotePath, to_path
 from ..tokenizer.load import find_vocab_file
+from ..tokenizer.sibling_files import MORE_TEMPLATES
 from .metrics import MetricsWriter
 
 SETTINGS, METRICS = "config.json", "metrics.jsonl"
@@ -102,13 +103,16 @@ def refuse_other_checkpoints(config: Config, run_dir: Path, iteration: int) -> N
 def _upload_tokenizer(folder: Path, copy: RemotePath, vocab_file: str) -> None:
     """Copy the files of a tokenizer into object storage, and delete those of another tokenizer there."""
     is_same = holds_only(find_vocab_file(vocab_file), copy)  # asked before the upload replaces that file
-    for path in folder.iterdir():
+    kept = set()
+    for path in folder.rglob("*"):  # also the folder of further chat templates
         if path.is_file():
-            (copy / path.name).upload(path)
+            target = copy / path.relative_to(folder)
+            target.upload(path)
+            kept.add(str(target))
     if is_same:
         return
-    for path in copy.glob("*"):
-        if path.is_file() and not (folder / path.name).exists():
+    for path in [*copy.glob("*"), *(copy / MORE_TEMPLATES).glob("*")]:
+        if path.is_file() and str(path) not in kept:
             path.unlink()
 
 

@@ -24,6 +24,7 @@ class Saves(Feature):
     def __init__(self, run: Run, places: HeldPlaces) -> None:
         self._run = run
         self._places = places
+        self._first_iteration = run.state.iteration  # iteration of the state with which this start began
         self._saved_iteration = run.state.iteration  # iteration of the newest saved state
         self._save_began = run.state.iteration  # iteration in which its save began: a later one after skipped steps
 
@@ -47,12 +48,17 @@ class Saves(Feature):
     def after_step(self, step: StepResult | None, samples: SampleRange) -> None:
         """Complete a background save that all ranks have written, and begin a save if one is due."""
         run = self._run
+        run.state.features.update(run.features.state())  # also in the copies of `health`, which have the same dict
         iteration = samples.iteration
         settings = run.config.checkpoint
         has_written = run.saver.is_pending and not run.saver.is_writing  # this rank's part of a background save
         signal, all_have_written = run.signals.agree(has_written)
-        if signal is StopSignal.SAVE_AND_STOP or due(iteration, settings.exit_interval or 0):
+        if signal is StopSignal.SAVE_AND_STOP:
             run.stop = True
+        if due(iteration, settings.exit_interval or 0):
+            run.log.check()
+            # If all steps were skipped, there is nothing to save, and the next start would come to the same stop.
+            run.stop = run.stop or run.log.health.state_to_save(run.state).iteration > self._first_iteration
         # `agree` returns what the ranks reported at its previous call. If a save began at the end of iteration 10, the
         # call in iteration 11 returns reports of iteration 10, from before the save. The call in iteration 12 is the
         # first that returns reports about this save.

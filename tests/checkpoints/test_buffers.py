@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from megatron import mpu
 from megatron.checkpointing import TrainState, find_checkpoint, load_checkpoint, load_weights, save_checkpoint
+from megatron.checkpointing.buffers import is_savable
 from megatron.config.command_line import parse
 from megatron.model.layers import global_buffers
+from megatron.ranks.buffers import fingerprint_buffers, record_buffers
 from megatron.training.build import start_engine
 from megatron.training.task import Task
 from tds.pipe import PipelineModule, SequentialModule
@@ -210,6 +212,12 @@ class Extra(Counting):
         pass
 
 
+class Sparse(Counting):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("adjacency", torch.eye(WIDTH).to_sparse())
+
+
 class RoundsOfEach(Pipe):
     def forward(self, inputs: Any, chunk: int = 0) -> Any:
         self.rounds += self.stage_id + 1
@@ -221,7 +229,8 @@ class Differs(Counts):
         self.kind = kind
 
     def model(self, config: Any, tokenizer: Any) -> nn.Module:
-        layer: Any = Extra if self.kind == "extra" else type("Layer", (Own,), {"axis": self.kind})
+        classes = {"extra": Extra, "sparse": Sparse}
+        layer: Any = classes.get(self.kind) or type("Layer", (Own,), {"axis": self.kind})
         layers = [Counting() if self.kind == "pipe" else layer(), Counting()]
         pipe = RoundsOfEach if self.kind == "pipe" else Pipe
         return pipe(layers, topology=mpu.get_topology(), loss_fn=Temperature(), partition_method="uniform")
@@ -242,7 +251,14 @@ def _differing(folder: str, kind: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [("data", "0.own"), ("model", "0.own"), ("pipe", "rounds"), ("extra", "module 0")]
+    ("kind", "name"),
+    [
+        ("data", "0.own"),
+        ("model", "0.own"),
+        ("pipe", "rounds"),
+        ("extra", "module 0"),
+        ("sparse", "0.adjacency"),
+    ],
 )
 def test_what_cannot_be_placed_is_named_at_the_first_save(kind: str, name: str, tmp_path: Path) -> None:
     said = on_ranks(2, _differing, str(tmp_path), kind)[0]
@@ -263,3 +279,17 @@ def test_what_generates_or_exports_has_them_too(tmp_path: Path) -> None:
     on_ranks(1, _save, str(tmp_path), ONE)
     (found,) = on_ranks(1, _without_an_engine, str(tmp_path))
     assert found["3.calls"] == 2 * STEPS and found["3.phase"].tolist() == [1, 1]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")  # torch calls some sparse layouts experimental
+def test_sparse_buffers_are_left_out_of_the_comparison_of_stages() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("coordinates", torch.eye(3).to_sparse())
+    model.register_buffer("rows", torch.eye(3).to_sparse_csr())
+    model.register_buffer("mean", torch.ones(3))
+    record_buffers(model)
+    model.mean.add_(1)
+    copies = fingerprint_buffers(model, is_savable)
+    assert list(copies) == ["mean"] and copies["mean"].changed
+    assert not is_savable(model.coordinates) and not is_savable(model.rows)
+    assert is_savable(model.mean)

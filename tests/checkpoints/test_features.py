@@ -1,6 +1,8 @@
 """A user's own feature: rows, state that survives a resume, refusals, and the rules of the table."""
 
 import ast
+import contextlib
+import io
 import json
 import math
 from dataclasses import dataclass
@@ -20,11 +22,14 @@ from megatron.config.train import TrainConfig
 from megatron.model.attention import Attention
 from megatron.model.attention_kernels import AttentionArgs
 from megatron.ranks.errors import RunError
+from megatron.rows import parse_row
 from megatron.tasks import functions as home
 from megatron.training import Feature, Run, train
 from megatron.training.feature import Interval
 from megatron.training.features import Features
 from tests.checkpoints.runs import Start, make
+from tests.conformance.engines import remembered_groups
+from tests.ranks.test_bad_gradients import NORM, spoil
 from tests.support import ROOT, command, on_ranks
 
 FLAGS = "--batch-size 2 --gas 2 --precision fp32 --save-interval 2"
@@ -349,6 +354,131 @@ def test_what_json_cannot_hold_is_refused_at_the_first_step(tmp_path: Path, tiny
     (words,) = on_ranks(1, _endless, str(tmp_path), tiny_data, vocab_file)
     assert ["Endless has a state" in words[0], *("Endless has a row" in each for each in words[1:])] == [True] * 5
     assert not list(tmp_path.glob("checkpoints/iter_*"))
+
+
+class Rows(Feature):
+    """Feature with rows of its own, which adds `entries` to training rows."""
+
+    def __init__(
+        self,
+        entries: dict[str, Any] | None = None,
+        rows: list[dict[str, Any]] | None = None,
+        evaluated: list[dict[str, Any]] | None = None,
+    ) -> None:
+        self._entries = entries or {}
+        self._rows = rows or []
+        self._evaluated = evaluated or []
+
+    def extend(self, row: dict[str, Any]) -> None:
+        if row["split"] == "train":
+            row.update(self._entries)
+
+    def rows(self, iteration: int) -> list[dict[str, Any]]:
+        return self._rows
+
+    def evaluated(self, split: str, iteration: int, sums: Any) -> list[dict[str, Any]]:
+        return self._evaluated
+
+
+BAD_ROWS: dict[str, Feature] = {
+    "a list in place of a number": Rows({"accuracy": [0.5]}),
+    "a tensor": Rows({"mine": torch.ones(())}),
+    "a row without split": Rows(rows=[{"iteration": 1, "lm_loss": 1.0}]),
+    "a text in an evaluation": Rows(evaluated=[{"iteration": 1, "split": "valid/mine", "lm_loss": "low"}]),
+    "a fraction of an iteration": Endless({}, {"iteration": 1.5}),
+    "no samples": Endless({}, {"split": "train", "consumed_samples": None}),
+}
+
+
+def _bad_rows(folder: str, data: str, vocab_file: str) -> dict[str, str]:
+    """Return, for each case of BAD_ROWS, the name of the class of the error that ends its run."""
+    ends = {}
+    flags = "--num-layers 1 --batch-size 2 --precision fp32 --train-iters 1 --eval-interval 1 --eval-iters 1"
+    with remembered_groups() as begin, contextlib.redirect_stdout(io.StringIO()):
+        for name, feature in BAD_ROWS.items():
+            begin()
+            start = Start("gpt2", Path(folder) / name.replace(" ", "_"), f"{flags} --split 9,1 --no-save-at-end")
+            try:
+                with make(start, data, vocab_file, [feature]) as run:
+                    train(run)
+            except Exception as error:
+                ends[name] = type(error).__name__
+    return ends
+
+
+def test_rows_that_a_resumed_run_could_not_read_end_the_run(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    (ends,) = on_ranks(1, _bad_rows, str(tmp_path), tiny_data, vocab_file)
+    assert set(ends) == set(BAD_ROWS) and set(ends.values()) <= {"RunError", "ValueError"}
+    for path in tmp_path.glob("*/metrics.jsonl"):
+        for line in path.read_text().splitlines():
+            assert parse_row(line) is not None, path.parent.name
+
+
+def _printed(folder: str, data: str, vocab_file: str, feature: Feature) -> str:
+    """Return what a run of one iteration and one evaluation prints."""
+    flags = "--num-layers 1 --batch-size 2 --precision fp32 --train-iters 1 --eval-interval 1 --eval-iters 1"
+    printed = io.StringIO()
+    with (
+        contextlib.redirect_stdout(printed),
+        make(Start("gpt2", Path(folder), f"{flags} --split 9,1 --no-save-at-end"), data, vocab_file, [feature]) as run,
+    ):
+        train(run)
+    return printed.getvalue()
+
+
+def _losses_of_rows(run_dir: Path) -> dict[str, float | None]:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {row["split"]: row["lm_loss"] for row in rows if "lm_loss" in row}
+
+
+def test_the_log_line_has_what_a_feature_changed_in_the_row(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    (printed,) = on_ranks(1, _printed, str(tmp_path), tiny_data, vocab_file, Rows({"lm_loss": 123.25}))
+    assert _losses_of_rows(tmp_path)["train"] == 123.25
+    assert "123.25" in printed
+
+
+def test_a_row_of_an_evaluation_may_have_no_loss(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    """None stands for infinity and NaN."""
+    feature = Rows(evaluated=[{"iteration": 1, "split": "valid/mine", "lm_loss": None}])
+    on_ranks(1, _printed, str(tmp_path), tiny_data, vocab_file, feature)
+    losses = _losses_of_rows(tmp_path)
+    assert losses["valid/mine"] is None and losses["valid"] is not None
+
+
+class Seen(Feature):
+    """Feature whose state is its own list, which it changes in each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def after_step(self, step: Any, samples: Any) -> None:
+        self.seen.append(samples.iteration)
+
+    def state(self) -> dict[str, Any]:
+        return {"seen": self.seen, "deep": {"seen": self.seen}}  # the list itself, not a copy
+
+
+def _skip_before_a_save(folder: str, data: str, vocab_file: str) -> None:
+    flags = "--num-layers 2 --batch-size 2 --precision fp32 --train-iters 9 --exit-interval 5 --save-interval 0"
+    evaluations = "--eval-interval 4 --eval-iters 1 --split 9,1"
+    features = [EarlyStop(ends=False), Seen()]
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        make(Start("gpt2", Path(folder), f"{flags} {evaluations}"), data, vocab_file, features) as run,
+    ):
+        spoil(run, NORM, [4])  # the step of iteration 5
+        train(run)
+
+
+def test_a_save_after_skipped_steps_has_the_states_of_features_before_them(
+    tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
+    on_ranks(1, _skip_before_a_save, str(tmp_path), tiny_data, vocab_file)
+    (path,) = (tmp_path / "checkpoints").glob("iter_*")
+    assert path.name == "iter_0000004"
+    features = json.loads((path / "checkpoint.json").read_text())["state"]["features"]
+    assert features["EarlyStop"] == {"evaluations": 1}, "of iteration 4, which follows the log"
+    assert features["Seen"] == {"seen": [1, 2, 3, 4], "deep": {"seen": [1, 2, 3, 4]}}
 
 
 @pytest.mark.parametrize("own", [[MeanNorm], MeanNorm()], ids=["a class", "one object"])

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import shutil
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -51,6 +52,15 @@ def _no_copy(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     return _memory() if kwargs.get("copy") else _HONEST(self, *args, **kwargs)
 
 
+_CPU = torch.Tensor.cpu
+
+
+def _no_host_memory(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Fail in a background save only: in this fault, the rank stops before it has read all values."""
+    caller = sys._getframe(1).f_code.co_filename
+    return _memory() if Path(caller).name == "background.py" else _CPU(self, *args, **kwargs)
+
+
 _VALUES = save_module.written_values
 
 
@@ -77,6 +87,7 @@ FAULTS: dict[str, tuple[Any, str, Any, str]] = {
     "no thread to write": (threading, "Thread", _NoThread, "rank 1: RuntimeError can't start new thread"),
     "memory to read": (save_module, "written_values", _unreadable, "rank 1: MemoryError"),
     "memory for the copy": (torch.Tensor, "to", _no_copy, "rank 1: MemoryError"),
+    "memory of the host": (torch.Tensor, "cpu", _no_host_memory, "rank 1: MemoryError"),
     "no word": (Share, "write", _nothing, "no rank has written"),
 }
 

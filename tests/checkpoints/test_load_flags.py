@@ -1,6 +1,9 @@
 """--finetune, --no-load-optim, --no-load-rng and --override-* have exactly their documented effects."""
 
+import contextlib
+import io
 import json
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,12 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from data_utils.documents import read_texts
 from data_utils.run_data import load_config
 from data_utils.tokenizer_training import train_sentencepiece
 from megatron import mpu
-from megatron.checkpointing import find_start
+from megatron.checkpointing import CheckpointError, find_start, resume
 from megatron.checkpointing.changes import training_notes
 from megatron.checkpointing.load import _notes_on_flags
 from megatron.checkpointing.state import TrainState
@@ -296,6 +300,51 @@ def test_what_changes_the_losses_of_a_resumed_run_is_noted() -> None:
     assert notes("--gas 4", "--batch-size-schedule 0:4", 2) == []  # has a note of its own
 
 
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ("--skip-step-sigma 6", "--skip-step-sigma 1"),
+        ("", "--skip-step-sigma 6"),
+        ("--skip-step-sigma 6 --skip-step-window 64", "--skip-step-sigma 6 --skip-step-window 128"),
+        ("--optimizer muon --muon-ns-dtype fp32", "--optimizer muon --muon-ns-dtype bf16"),
+    ],
+)
+def test_a_changed_setting_of_steps_is_named_with_its_values(before: str, now: str) -> None:
+    shape = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --vocab-size 100"
+    saved, config = (parse([*shape.split(), *flags.split()], {"family": "gpt2"}) for flags in (before, now))
+    state = TrainState(iteration=10, consumed_samples=40)
+    assert list(training_notes(saved, saved, state, 1)) == []
+    (note,) = training_notes(saved, config, state, 1)
+    changed_flag, value = now.split()[-2:]
+    assert changed_flag in note and value in note
+
+
+def _start_in_own_folder(folder: str, load: str) -> list[tuple[str | None, bool]]:
+    """Start twice on ranks with other working directories, without and with a checkpoint; return what each loads."""
+    rank = dist.get_rank()
+    os.chdir(Path(folder) / str(rank))
+    save = Path(folder) / "0" / "run"
+    config = parse(["--save", str(save), "--load", load, "--no-load-optim"])
+    found = []
+    with contextlib.redirect_stdout(io.StringIO()):
+        for name in ("", "iter_0000002"):
+            if name and rank == 0:
+                (save / name).mkdir()
+                (save / "latest").write_text(f"{name}\n")
+            start = find_start(config, str(save))
+            found.append((start.path and start.path.name, start.wanted.optimizer))
+    return found
+
+
+def test_rank_0_decides_whether_load_names_the_folder_of_the_run(tmp_path: Path) -> None:
+    """A relative --load, or a link, may name another folder on another node."""
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    (tmp_path / "0" / "run").mkdir()
+    expected = [(None, False), ("iter_0000002", False)]
+    assert on_ranks(2, _start_in_own_folder, str(tmp_path), "run", timeout=60) == [expected, expected]
+
+
 @pytest.mark.parametrize("folder", ["there", "nowhere"])
 def test_a_missing_checkpoint_ends_the_first_start_if_it_must_exist(folder: str, tmp_path: Path) -> None:
     """Without the flag, one command with equal --save and --load starts and resumes a run."""
@@ -305,6 +354,30 @@ def test_a_missing_checkpoint_ends_the_first_start_if_it_must_exist(folder: str,
     assert find_start(parse(flags), save).path is None
     with pytest.raises(RunError, match=f"--load {save}"):
         find_start(parse([*flags, "--exit-on-missing-checkpoint"]), save)
+
+
+def _fail_to_read_again(problem: type[Exception]) -> str:
+    """Resume on all ranks, of which rank 1 cannot read checkpoint.json again after the load; return the error."""
+
+    def unreadable(path: Path) -> Any:
+        if dist.get_rank() == 1:
+            raise problem(f"{path} is gone")
+        return SimpleNamespace()
+
+    config = parse([])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatron.checkpointing.load.load_checkpoint", lambda *_: TrainState(3, 6))
+        patch.setattr("megatron.checkpointing.resume.CheckpointReader", unreadable)
+        patch.setattr("megatron.checkpointing.resume.plain_config", lambda _: config)
+        with pytest.raises(RunError) as error:
+            resume.start_or_resume(resume.Start(Path("nowhere/iter_0000003"), Wanted()), config, None, "", None)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("problem", [OSError, CheckpointError])
+def test_a_checkpoint_that_one_rank_cannot_read_again_ends_all(problem: type[Exception]) -> None:
+    for words in on_ranks(2, _fail_to_read_again, problem, timeout=60):
+        assert words.startswith("rank 1: ") and "iter_0000003 is gone" in words
 
 
 def test_a_load_of_the_run_itself_keeps_the_flags_of_loading(before: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,6 +86,11 @@ def test_a_run_whose_directory_is_gone_ends(
     assert not (run_dir / LOCK_FILE).exists()
 
 
+class _NoFeatures(list[Any]):
+    def state(self) -> dict[str, Any]:
+        return {}
+
+
 def test_a_run_that_lost_its_folder_after_skipped_steps_saves_the_last_good_state_again() -> None:
     """Iteration 100 was saved, but its checkpoint is gone with the folder, and steps 101 to 103 were skipped."""
     saved = []
@@ -96,7 +101,7 @@ def test_a_run_that_lost_its_folder_after_skipped_steps_saves_the_last_good_stat
     run: Any = SimpleNamespace(state=TrainState(iteration=100), saver=saver, log=log, stop=False)
     run.config = SimpleNamespace(checkpoint=SimpleNamespace(exit_interval=None, save_interval=0))
     run.signals = SimpleNamespace(agree=lambda is_written: (StopSignal.SAVE_AND_STOP, is_written))
-    run.features = []
+    run.features = _NoFeatures()
     places: Any = SimpleNamespace(find_lost=lambda: LostPlace("runs/mine was removed", is_retaken=True))
     saves = Saves(run, places)
     run.state = TrainState(iteration=103)

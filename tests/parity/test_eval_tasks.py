@@ -18,13 +18,15 @@ from torch import nn
 
 from megatron.config.command_line import parse, with_values
 from megatron.config.fields import ConfigError
-from megatron.features.eval_tasks import RankScorer, check_scorable
+from megatron.features import eval_tasks
+from megatron.features.eval_tasks import RankScorer, check_scorable, evaluate_on_tasks
 from megatron.features.harness import LogLikelihoods, evaluate_tasks
 from megatron.features.scoring import Request
-from megatron.features.task_sets import read_tasks
+from megatron.features.task_sets import TaskSet, read_tasks
 from megatron.model import GPT2Model
 from megatron.tasks import TASKS
 from megatron.tokenizer import load_tokenizer
+from megatron.training.metrics import MetricsWriter
 from megatron_tools.write.lm_eval import Harness
 from tests.checkpoints.runs import MODELS, Start, losses_of, make, run_all
 from tests.conformance.engines import remembered_groups
@@ -229,6 +231,23 @@ def test_the_tool_gives_the_accuracy_and_a_finished_run_is_not_evaluated_again(
     assert json.loads((tmp_path / "found.json").read_text())["questions"] == 3
 
 
+def test_a_finished_run_that_starts_again_has_one_row_for_each_task_of_a_tag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tag `both` has the tasks `pair` and `other`; lm-eval returns no result with the name of the tag."""
+    results = {"pair": {"acc,none": 0.5}, "other": {"acc,none": 0.25}}
+    monkeypatch.setattr(eval_tasks, "evaluate_tasks", lambda *_: results)
+    loss = SimpleNamespace(deepspeed=SimpleNamespace(module=SimpleNamespace(loss_fn=None)))
+    about = {"config": parse([]), "tokenizer": None, "engine": loss, "device": None}
+    for _ in range(2):
+        metrics = MetricsWriter(str(tmp_path), 3, active=True)
+        run: Any = SimpleNamespace(**about, metrics=metrics, state=SimpleNamespace(iteration=3))
+        evaluate_on_tasks(run, [TaskSet("both", tasks=["both"])])
+        metrics.close()
+    found = [(row["split"], row["iteration"], row["accuracy"]) for row in rows_of(tmp_path)]
+    assert found == [("eval/pair", 3, 0.5), ("eval/other", 3, 0.25)]
+
+
 @pytest.mark.parametrize(
     ("word", "text", "named"),
     [
@@ -239,6 +258,7 @@ def test_the_tool_gives_the_accuracy_and_a_finished_run_is_not_evaluated_again(
         ("bad.jsonl", '{"context": "a", "target": ""}\n', "bad.jsonl, line 1: the target has no token"),
         ("long.jsonl", json.dumps({"context": "a", "target": "b c " * 99}), "line 1: the target has .*context window"),
         ("none.yaml", "group: x\n", "none.yaml has no lm-eval task"),
+        ("tasks.yml", "task: x\n", r"--eval-tasks .*tasks.yml: .*\.yaml"),
         ("name=tasks.yaml", "task: x\n", "name=: leave it out"),
         ("lambada", None, "--eval-tasks lambada needs the package lm-eval"),
     ],

@@ -350,3 +350,17 @@ def test_a_resume_in_another_layout_skips_the_same_spikes(tmp_path: Path, tiny_d
     states = [json.loads((tmp_path / name / "checkpoints/iter_0000010/checkpoint.json").read_text()) for name in rows]
     windows = [torch.tensor(each["state"]["features"]["spike_guard"]["recent"]) for each in states]
     assert windows[0].allclose(windows[1], rtol=1e-5)
+
+
+def test_an_exit_interval_passes_an_iteration_whose_step_is_always_skipped(
+    tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
+    """The first start saves iteration 3. The second one cannot save iteration 4 either, so it continues to 8."""
+    start = Start("gpt2", tmp_path, f"{SMALL} --precision fp32 --train-iters 12 --exit-interval 4")
+    on_ranks(1, _all, [(start, [3]), (start, [3])], tiny_data, vocab_file)
+    saved = sorted(path.name for path in (tmp_path / "checkpoints").glob("iter_*"))
+    assert saved == ["iter_0000003", "iter_0000008"]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    trained = [row for row in rows if row["split"] == "train"]
+    assert [row["iteration"] for row in trained] == list(range(1, 9))
+    assert [row["iteration"] for row in trained if row["skipped_steps"]] == [4]

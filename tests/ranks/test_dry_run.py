@@ -2,6 +2,7 @@
 and writes nothing."""
 
 import contextlib
+import importlib.util
 import io
 import json
 import os
@@ -17,6 +18,7 @@ from megatron.config.command_line import parse
 from megatron.config.ds_config import resolve
 from megatron.estimate.per_rank import rank_memory
 from megatron.estimate.sizes import stages_of
+from megatron.features.dry_run_checks import check_run
 from megatron.tasks.gpt2 import GPT2
 from megatron.tasks.t5 import T5
 from megatron.training.entry import run
@@ -86,6 +88,18 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(
     flags = f"{SIZES} --seq-length 24 --data-path {tiny_data} --vocab-file {vocab_file} --run-dir {tmp_path / 'run'}"
     with pytest.raises(RankFailure, match=words):
         on_ranks(1, _dry_run, "gpt2", f"{flags} {more.format(here=tmp_path)} --dry-run {ranks}")
+
+
+@pytest.mark.parametrize("name", ["wandb", "swanlab", "mlflow", "tensorboard"])
+def test_a_dry_run_refuses_a_writer_whose_package_is_missing(
+    name: str, tiny_data: str, vocab_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = f"{SIZES} --seq-length 24 --data-path {tiny_data} --vocab-file {vocab_file} --run-dir {tmp_path / 'run'}"
+    config = parse(f"{flags} --{name}".split(), GPT2().defaults)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda wanted: None if wanted == name else find_spec(wanted))
+    with pytest.raises(ValueError, match=f"--{name} needs the package {name}"):
+        check_run(GPT2(), config, 2)
 
 
 def test_a_dry_run_is_one_process(tiny_data: str, vocab_file: str) -> None:

@@ -1,9 +1,11 @@
 """Each rank reads only the corpora and checkpoint elements that it needs; weights that it loads are not initialised."""
 
+import argparse
 import math
 import os
 import shutil
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +24,7 @@ from megatron.training.data_ranks import reads_data
 from megatron.training.loop import train
 from megatron.training.remote_datasets import RemoteDataset, t5_lengths
 from megatron.training.task import Task
+from megatron_tools.write.prompts import read_prompts
 from tests.checkpoints.runs import Start, losses_of, make, whole_tensors
 from tests.conformance.engines import remembered_groups
 from tests.support import covering, on_ranks
@@ -198,3 +201,17 @@ def test_each_number_of_a_checkpoint_is_read_once(
     assert held <= sum(read for read, _, _ in told) <= held + tied, "tied embeddings are read by two stages"
     assert all(drawn and not again for _, drawn, again in told)
     assert all(torch.tensor(losses_of(tmp_path)).isfinite())
+
+
+def _prompts(path: str) -> list[Any]:
+    return list(read_prompts(argparse.Namespace(input=path, chat=False)))
+
+
+def test_ranks_get_the_prompts_of_a_pipe_alike(tmp_path: Path) -> None:
+    """A pipe has its lines once, so one rank reads them for all."""
+    pipe = tmp_path / "prompts"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as pool:
+        written = pool.submit(pipe.write_text, "a\nb\n")
+        assert on_ranks(2, _prompts, str(pipe)) == [["a", "b"], ["a", "b"]]
+        assert written.result() == 4

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import losses, train_gpt2
+from tests.checkpoints.runs import Start, run_all
+from tests.support import losses, on_ranks, train_gpt2
 
 SIZES = [
     "--num-layers",
@@ -60,3 +61,17 @@ def test_a_timeline_that_cannot_be_written_ends_no_run(tmp_path: Path, flags: li
     rows = train_gpt2(2, tmp_path, *flags, "--train-iters", "2", "--trace")
     assert len(losses(rows)) == 2
     assert (tmp_path / "checkpoints" / "iter_0000002").is_dir()
+
+
+def test_starts_that_record_no_iteration_keep_the_files_of_an_earlier_start(
+    tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
+    """The second start trains iterations 4 and 5, and the third none; --trace and --profile select 2 and 3."""
+    recorded = "--trace --trace-iterations 2-3 --profile --profile-iterations 2-3"
+    flags = f"--num-layers 1 --precision fp32 --batch-size 2 --train-iters 5 {recorded}"
+    starts = [Start("gpt2", tmp_path, f"{flags} {more}") for more in ("--exit-interval 3", "", "")]
+    on_ranks(1, run_all, starts, tiny_data, vocab_file)
+    for name in ("rank_00000.json", "merged.json"):
+        events = json.loads((tmp_path / "trace" / name).read_text())["traceEvents"]
+        assert {event["args"]["iteration"] for event in events if event["ph"] == "X"} == {2, 3}, name
+    assert [path.name for path in (tmp_path / "profile").iterdir()] == ["torch_00000.json.gz"]
