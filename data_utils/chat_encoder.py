@@ -185,7 +185,11 @@ def turn_end(template: Template, tokenizer: Tokenizer) -> int | None:
     markup_after_answer = END
     if isinstance(template, JinjaTemplate):
         conversation = [Message("user", "a"), Message("assistant", PLACEHOLDER)]
-        markup_after_answer = template.render(conversation).rpartition(PLACEHOLDER)[2]
+        try:
+            text = template.render(conversation)
+        except ValueError:  # some templates need a system message
+            text = template.render([Message("system", "a"), *conversation])
+        markup_after_answer = text.rpartition(PLACEHOLDER)[2]
     # match() looks only at the beginning, so text in front of a token counts as the end of the turn.
     match = any_name_pattern(tokenizer.marks).match(markup_after_answer.lstrip())
     return tokenizer.marks[match[0]] if match else None

@@ -35,7 +35,8 @@ class Use(NamedTuple):
 
 def uses_in_sample(dataset: Any, sample: int) -> Iterator[Use]:
     """Yield the documents of a sample of a training data set, in order."""
-    corpus, index = locate(dataset, sample)
+    # A data set of one corpus has no `locate`.
+    corpus, index = dataset.locate(sample) if hasattr(dataset, "locate") else (0, sample)
     position = 0
     for document, start, stop in corpus_datasets(dataset)[corpus].pieces(index):
         end = position + stop - start
@@ -72,12 +73,6 @@ def _num_consumed(dataset: Any, corpus: int, samples: int) -> int:
 def corpus_datasets(dataset: Any) -> list[Any]:
     """Return the data sets of a training data set's corpora."""
     return list(getattr(dataset, "datasets", [dataset]))
-
-
-def locate(dataset: Any, sample: int) -> tuple[int, int]:
-    """Return (corpus index, sample index in that corpus) of a sample of a training data set."""
-    location: tuple[int, int] = dataset.locate(sample) if hasattr(dataset, "locate") else (0, int(sample))
-    return location
 
 
 def print_uses(args: argparse.Namespace) -> None:

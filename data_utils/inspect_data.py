@@ -176,7 +176,7 @@ def stages(args: argparse.Namespace) -> None:
     samples = args.samples or iterations.total
     _, (dataset, *_) = load_datasets(config)  # the training data set
     plan = stage_plan.build_plan(dataset, config, samples)
-    print(stage_plan.format_table(stage_plan.stage_uses(plan)))
+    print(stage_plan.format_table(plan))
     if not args.samples:
         # Settings give the batch size of one replica, and not the number of replicas. Logged rows and
         # --batch-size-schedule give the number of samples of all replicas.
@@ -184,7 +184,7 @@ def stages(args: argparse.Namespace) -> None:
         whose = "the run" if is_global else "one replica"
         print(f"for {samples:,} samples, those of {whose}; --samples gives another number")
     if args.png:
-        stage_plan.draw(plan, Path(args.png))
+        stage_plan.draw(plan, args.png)
         print(f"-> {args.png}")
 
 
@@ -210,7 +210,7 @@ def sample(args: argparse.Namespace) -> None:
     title = f"sample {args.number} of the {args.part} part of {args.run_dir}"
     print(f"{title}\n{sample_view.as_text(tables)}")
     if args.png:
-        sample_view.draw(tables, masks, title, Path(args.png))
+        sample_view.draw(tables, masks, title, args.png)
         print(f"-> {args.png}")
 
 

@@ -14,7 +14,7 @@ from megatron.storage import is_url
 from .chat_templates import has_unrecorded_date
 from .cli import write_json
 from .indexed_writer import IndexedDatasetBuilder
-from .merge_split import extract, merge, ranges_without
+from .merge_split import ranges_without, write_pair
 from .sidecars import KEPT_ENTRIES, check_output, pair_prefixes, read_sidecar
 
 
@@ -53,7 +53,7 @@ def merge_pairs(args: argparse.Namespace) -> None:
     # For pairs [[a, a_loss], [b, b_loss]], merge a and b, then a_loss and b_loss.
     for sources in zip(*pairs, strict=True):
         suffix = sources[0].removeprefix(prefixes[0])  # "" for the tokens, LOSS_SUFFIX for the loss mask
-        builders.append(merge(sources, f"{args.output}{suffix}"))
+        builders.append(write_pair(sources, f"{args.output}{suffix}"))
     _finish_corpus(builders, metadata)
 
 
@@ -117,7 +117,7 @@ def _extract_corpus(prefix: str, ranges: Sequence[range], output: str) -> None:
     builders = []
     for source in pair_prefixes(prefix):
         suffix = source.removeprefix(prefix)  # "" for the tokens, LOSS_SUFFIX for the loss mask
-        builders.append(extract(source, ranges, output + suffix))
+        builders.append(write_pair([source], output + suffix, ranges))
     _finish_corpus(builders, metadata)
 
 

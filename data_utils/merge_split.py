@@ -12,9 +12,10 @@ from megatron.data.pages import document_ranges
 TOKENS_AT_ONCE = 1 << 22  # tokens copied at once
 
 
-def merge(prefixes: Sequence[str], output: str) -> IndexedDatasetBuilder:
-    """Write a pair with the documents of several pairs, in order; return its writer.
+def write_pair(prefixes: Sequence[str], output: str, ranges: Sequence[range] = ()) -> IndexedDatasetBuilder:
+    """Write a pair with the documents of one or several pairs, in order; return its writer.
 
+    ranges: the documents to take from each pair; all documents by default.
     Raises DatasetError if the dtypes of the pairs differ.
     """
     opened = list(map(IndexedDataset, prefixes))
@@ -27,16 +28,8 @@ def merge(prefixes: Sequence[str], output: str) -> IndexedDatasetBuilder:
             )
     with IndexedDatasetBuilder(output, first.dtype) as builder:
         for each in opened:
-            copy(each, range(each.num_documents), builder)
-    return builder
-
-
-def extract(prefix: str, ranges: Sequence[range], output: str) -> IndexedDatasetBuilder:
-    """Write a pair with some ranges of documents of the pair `prefix`; return its writer."""
-    indexed = IndexedDataset(prefix)
-    with IndexedDatasetBuilder(output, indexed.dtype) as builder:
-        for documents in ranges:
-            copy(indexed, documents, builder)
+            for documents in ranges or [range(each.num_documents)]:
+                copy(each, documents, builder)
     return builder
 
 

@@ -151,17 +151,16 @@ def _parquet_rows(path: str) -> Iterator[Record | BadLine]:
         ) from None
 
 
-def _rows_of(batch: Any) -> list[dict[str, Any] | UnicodeDecodeError]:
-    """Return the rows of an Arrow batch, with an error in place of each row that contains invalid UTF-8."""
+def _rows_of(batch: Any) -> Iterator[dict[str, Any] | UnicodeDecodeError]:
+    """Yield the rows of an Arrow batch, with an error in place of each row that contains invalid UTF-8."""
     try:
-        rows: list[dict[str, Any] | UnicodeDecodeError] = batch.to_pylist()
+        yield from batch.to_pylist()
     except UnicodeDecodeError as error:
         if batch.num_rows == 1:
-            return [error]
-        rows = []
+            yield error
+            return
         for number in range(batch.num_rows):  # the error does not name its row
-            rows += _rows_of(batch.slice(number, 1))
-    return rows
+            yield from _rows_of(batch.slice(number, 1))
 
 
 def _is_readable(types: Any, column: Any) -> bool:

@@ -1,6 +1,5 @@
 """Views of one training sample: its tokens as a table, its attention masks as a figure."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -109,11 +108,11 @@ def t5_view(sample: Sample, tokenizer: Tokenizer, config: Any) -> View:
         encoder_ids = encoder_ids.clamp(max=1)
         decoder_ids = decoder_ids.clamp(max=1)
     masks = {
-        "encoder": Documents(encoder_ids[None]).mask(),
-        "decoder": Documents(decoder_ids[None], causal=True).mask(),
-        "decoder to encoder": Documents(decoder_ids[None], encoder_ids[None]).mask(),
+        "encoder": Documents(encoder_ids[None]).mask()[0, 0],
+        "decoder": _causal_mask(decoder_ids[None]),
+        "decoder to encoder": Documents(decoder_ids[None], encoder_ids[None]).mask()[0, 0],
     }
-    return tables, {name: mask[0, 0] for name, mask in masks.items()}
+    return tables, masks
 
 
 def as_text(tables: dict[str, Columns]) -> str:
@@ -126,7 +125,7 @@ def as_text(tables: dict[str, Columns]) -> str:
     return "\n".join(texts)
 
 
-def draw(tables: dict[str, Columns], masks: Sample, title: str, path: Path) -> None:
+def draw(tables: dict[str, Columns], masks: Sample, title: str, path: str) -> None:
     """Plot each attention mask; strips below it show the document and the loss mask of each key.
 
     Raises ValueError if matplotlib is not installed.

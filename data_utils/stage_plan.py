@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.config import Config
@@ -31,19 +30,6 @@ class Plan(NamedTuple):
         return [n / each.samples_per_epoch for n, each in zip(self.consumed(samples), self.members, strict=True)]
 
 
-class Use(NamedTuple):
-    """Part of a corpus that a stage reads.
-
-    epochs: number of epochs of the corpus that the run has read at the end of the stage.
-    """
-
-    stage: str
-    corpus: str
-    samples: int
-    tokens: int
-    epochs: float
-
-
 def build_plan(dataset: Any, config: Config, samples: int) -> Plan:
     """Return the stages of a training data set; a data set without stages counts as one. samples: those of the run."""
     members = corpus_datasets(dataset)
@@ -54,16 +40,16 @@ def build_plan(dataset: Any, config: Config, samples: int) -> Plan:
     return Plan(corpus_names(config.data.paths)[: len(members)], members, [*first_samples, samples], consumed)
 
 
-def stage_uses(plan: Plan) -> list[Use]:
-    """Return what each stage reads of each corpus, and the sums of the whole run if there are several stages.
+def format_table(plan: Plan) -> str:
+    """Return a table of what each stage reads of each corpus, and of the whole run if there are several stages.
 
-    Corpora that a stage does not read are left out.
+    Corpora that a stage does not read are left out. The epochs are those that the run has read at the end of the stage.
     """
     # (label, first sample, end) of each stage, and then of all stages together
     stages = [(f"{begin:,} to {end - 1:,}", begin, end) for begin, end in pairwise(plan.edges)]
     if len(stages) > 1:
         stages.append(("all", 0, plan.edges[-1]))
-    rows = []
+    rows = [("samples of the stage", "corpus", "samples", "tokens", "epochs at its end")]
     for stage, begin, end in stages:
         before = plan.consumed(begin)
         after = plan.consumed(end)
@@ -71,19 +57,12 @@ def stage_uses(plan: Plan) -> list[Use]:
         for i, (name, member) in enumerate(zip(plan.names, plan.members, strict=True)):
             samples = after[i] - before[i]
             if samples > 0:
-                rows.append(Use(stage, name, samples, samples * tokens_of(member), epochs[i]))
-    return rows
-
-
-def format_table(uses_of_run: Sequence[Use]) -> str:
-    """Return the rows as aligned text."""
-    rows: list[Sequence[Any]] = [("samples of the stage", "corpus", "samples", "tokens", "epochs at its end")]
-    for use in uses_of_run:
-        rows.append((use.stage, use.corpus, f"{use.samples:,}", f"{use.tokens:,}", f"{use.epochs:.3f}"))
+                tokens = samples * tokens_of(member)
+                rows.append((stage, name, f"{samples:,}", f"{tokens:,}", f"{epochs[i]:.3f}"))
     return align_columns(rows, 2)
 
 
-def draw(plan: Plan, path: Path) -> None:
+def draw(plan: Plan, path: str) -> None:
     """Draw the share of each corpus over the run, and the epochs of each corpus, as a PNG.
 
     Raises ValueError without matplotlib.

@@ -24,10 +24,16 @@ from megatron.config.fields import flag
 from megatron.ranks.rank_0 import print_notes
 from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
 from megatron.tokenizer.load import find_vocab_file
-from megatron.tokenizer.sibling_files import GENERATION, TOKEN_ID_KEYS
+from megatron.tokenizer.sibling_files import (
+    GENERATION,
+    TOKEN_ID_KEYS,
+    read_generation_config,
+    read_token_ids,
+    token_ids_in,
+)
 from megatron_tools.shapes import config_of_checkpoint
 
-from .export_roles import generation_settings, roles_without_tokenizer, special_token_ids
+from .export_roles import generation_settings, special_token_ids
 from .export_tokenizer import ChatFormat, chat_format_of, write_tokenizer
 from .hf_compare import compare_imported_ids, compare_own_models, compare_token_ids, compare_with_hf
 from .hf_config import gpt2_config, logit_scale_notes, t5_config
@@ -129,11 +135,12 @@ def _config_contents(
     config_json["transformers_version"] = "5.3.0"
     if tokenizer is None:
         # A GPT-2 or Llama without a tokenizer gets only the ids that its source folder named.
-        trained_roles = config_json if config.is_t5 else {}
-        ids, generation_json = roles_without_tokenizer(kept_config_path(reader.path.parent), trained_roles)
+        trained_ids = token_ids_in(config_json) if config.is_t5 else {}
+        config_path = kept_config_path(reader.path.parent)
+        ids = trained_ids | read_token_ids(config_path)
         for key in TOKEN_ID_KEYS:
             config_json.pop(key, None)
-        return config_json | ids, generation_json
+        return config_json | ids, ids | read_generation_config(config_path)
     tokenizer_file = find_vocab_file(vocab_file)
     base_tokenizer = tokenizer.base if isinstance(tokenizer, SentinelTokenizer) else tokenizer
     ids = special_token_ids(config_json, base_tokenizer, tokenizer_file, config.is_t5)
@@ -249,6 +256,7 @@ def import_megatron(args: argparse.Namespace) -> tuple[Config, str, list[LazyTen
     )
     if args.vocab_file:
         tokenizer = load_tokenizer(args.vocab_file)
+        tokenizer.refuse_contradiction()
         if tokenizer.vocab_size > vocab_rows:
             raise ValueError(
                 f"{args.vocab_file} has {tokenizer.vocab_size} tokens, more than the model's vocabulary of {vocab_rows}"

@@ -160,17 +160,6 @@ def special_token_ids(trained: Mapping[str, Any], tokenizer: Tokenizer, vocab_pa
     return ids
 
 
-def roles_without_tokenizer(config_path: Path, trained_ids: Mapping[str, Any]) -> tuple[Content, Content]:
-    """Return (special-token ids, generation settings) of a model that came without a tokenizer.
-
-    The ids (eos_token_id, ...) belong in config.json. The generation settings are the content of
-    generation_config.json.
-    """
-    ids = token_ids_in(trained_ids) | read_token_ids(config_path)
-    generation_json = ids | read_generation_config(config_path)
-    return ids, generation_json
-
-
 def generation_settings(
     ids: Mapping[str, Any], tokenizer: Tokenizer, vocab_path: Path, turn_end: int | None
 ) -> Content:

@@ -108,17 +108,24 @@ def write_tokenizer(
     base_tokenizer = tokenizer.base if isinstance(tokenizer, SentinelTokenizer) else tokenizer
     vocab_path = find_vocab_file(vocab_file)
     hf_tokenizer = to_hf_tokenizer(base_tokenizer)
+    adds_tokens = tokenizer.vocab_size > base_tokenizer.vocab_size  # a T5's sentinels
+    # The package gives a new token the number of all tokens as its id. If some ids have no token, this project gives it
+    # another id: the next one after the largest.
+    if hf_tokenizer is not None and adds_tokens and hf_tokenizer.get_vocab_size() < base_tokenizer.vocab_size:
+        hf_tokenizer = None
     if hf_tokenizer is not None:
         # Only learned positions limit the length of a text that the model can read.
         positions = config.positions if config.model.position_embedding == "learned" else None
         tokenizer_config = tokenizer_settings(base_tokenizer, vocab_path, positions)
         tokenizer_config |= _write_tokenizer_json(folder, tokenizer, vocab_path, hf_tokenizer, tokenizer_config)
     else:
-        copyfile(vocab_path, folder / vocab_path.name)
+        # The placeholder needs the name tokenizer.json itself.
+        file_name = vocab_path.name.replace("tokenizer.json", "base_tokenizer.json")
+        copyfile(vocab_path, folder / file_name)
         tokenizer_config = _sentencepiece_settings(vocab_path, tokenizer, base_tokenizer)
         # No class of transformers gives the ids of this file, which only this project can read.
         if not tokenizer_config:
-            return _write_placeholder(folder, vocab_path.name, base_tokenizer.name, chat)
+            return _write_placeholder(folder, file_name, base_tokenizer.name, chat)
     tokenizer_config |= tokenizer_class_entries(vocab_path, model_type, hf_tokenizer is not None)
     for file_name in TOKEN_FILES:
         source = vocab_path.with_name(file_name)

@@ -120,9 +120,9 @@ class HFTensorReader:
         """Add the matrices of each expert to the known tensors, and remove `fused_name`, the tensor that holds them."""
         file = self._open(self._file_of[fused_name])
         # The index may list a tensor that the file lacks; `_locate` reports it later.
-        shape: list[int] = []
-        if fused_name in file.keys():  # noqa: SIM118
-            shape = file.get_slice(fused_name).get_shape()
+        if fused_name not in file.keys():  # noqa: SIM118
+            return
+        shape = file.get_slice(fused_name).get_shape()
         # A tensor of another shape is no stack of matrices. It stays as it is, and a later check refuses its name.
         if len(shape) != 3 or 0 in shape:
             return
@@ -306,18 +306,24 @@ class HFModelFolder:
             self.notes.append(
                 f"{config_path} has keys without effect on {self.values['model_type']} models: {', '.join(unread)}"
             )
-        layout = {
+        settings |= {
             "model_parallel_size": model_parallel_size,
             "pipe_parallel_size": pipe_parallel_size,
             "sequence_parallel": False,  # Sequence parallelism would restrict the lengths of texts.
         }
         try:
-            self.config = with_values(Config(), {**settings, **layout})
+            self.config = with_values(Config(), settings)
         except ConfigError as error:
             raise ValueError(f"{config_path}: {error}") from None
         self.notes += logit_scale_notes(self.config.model)
         self.matches = list(parameter_matches(self.config.model))
         self._check_tensors()
+
+    def _are_equal(self, first_name: str, second_name: str) -> bool:
+        """Return whether two tensors are equal; a NaN equals a NaN."""
+        first = self.tensors.read(first_name)
+        second = self.tensors.read(second_name)
+        return first.shape == second.shape and torch.allclose(first, second, rtol=0, atol=0, equal_nan=True)
 
     def _has_tied_embeddings(self) -> bool:
         """Return whether input and output embedding are tied: tie_word_embeddings is true and the tensors are equal."""
@@ -328,7 +334,7 @@ class HFModelFolder:
             if name == HEAD_NAME or not self.tensors.contains(name):
                 continue
             first_name = first_name or name
-            if not torch.equal(self.tensors.read(name), self.tensors.read(first_name)):
+            if not self._are_equal(name, first_name):
                 raise ValueError(
                     f"{self.path}: {name} and {first_name} differ, but this project's models have one input embedding"
                 )
@@ -336,7 +342,7 @@ class HFModelFolder:
         # transformers 5 writes true even for untied weights. False also counts for equal matrices, which training makes
         # different.
         if first_name and contains_head:
-            return is_tied and torch.equal(self.tensors.read(HEAD_NAME), self.tensors.read(first_name))
+            return is_tied and self._are_equal(HEAD_NAME, first_name)
         # The files lack the head or the input embedding. Tied embeddings need only one of them.
         if not is_tied:
             missing = HEAD_NAME if first_name else "embedding"

@@ -114,13 +114,14 @@ def _rope_and_key(values: Values, where: Path) -> tuple[Settings, str]:
 
 def _normalized(rope: Values, values: Values) -> Settings:
     """Return `rope` in one form for comparison: with the scaling type as rope_type, and always with rope_theta."""
-    # A rope_theta in `rope` is among these keys, and replaces the one from outside.
-    other_keys = {key: value for key, value in rope.items() if key not in ("type", "rope_type")}
-    return {
+    # A rope_theta in `rope` replaces the one from outside. A rope_type in it equals the one above.
+    normalized = {
         "rope_type": rope.get("rope_type", rope.get("type", "default")),
         "rope_theta": _outer_theta(values),
-        **other_keys,
+        **rope,
     }
+    normalized.pop("type", None)
+    return normalized
 
 
 def _outer_theta(values: Values) -> Any:

@@ -94,10 +94,9 @@ def _scored_pieces(tokenizer: SentencePieceTokenizer) -> list[tuple[str, float]]
 def _add_specials(hf_tokenizer: Any, tokenizer: SentencePieceTokenizer) -> None:
     """Add the special tokens of `tokenizer`, except the unknown token, to a tokenizer of the `tokenizers` library."""
     unknown_name = tokenizer._sp.id_to_piece(tokenizer._sp.unk_id())
-    names = [name for name in tokenizer.specials if name != unknown_name]
-    hf_tokenizer.add_special_tokens(
-        [import_tokenizers().AddedToken(name, normalized=False, special=True) for name in names]
-    )
+    for name in tokenizer.specials:
+        if name != unknown_name:
+            hf_tokenizer.add_special_tokens([import_tokenizers().AddedToken(name, normalized=False, special=True)])
 
 
 def _is_mt5_model(tokenizer: SentencePieceTokenizer) -> bool:

@@ -146,7 +146,7 @@ def _check_tokens(prefix: str, dataset: Any, config: Config) -> Findings:
     from megatron.data.splits import PARTS, parse_split, split_documents
 
     # Only these objectives cut their samples, of --seq-length tokens and one more, from all tokens of a split.
-    if not config.data.data_path or config.objective not in ("lm", "prefix-lm"):
+    if not config.data.data_path or config.is_t5 or config.objective not in ("lm", "prefix-lm"):
         return
     needed = config.data.seq_length + 1
     counts = {}  # name of a split -> number of its tokens

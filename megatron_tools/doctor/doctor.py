@@ -43,12 +43,17 @@ class Examination:
 
     def __init__(self, args: argparse.Namespace, flags: Sequence[str]) -> None:
         self.args = args
-        self.flags = [*flags]
+        self.flags = flags
         self.run_dir = Path(args.run_dir) if args.run_dir else None
         self.hosts: list[network.Host] = []
         self.config: Config | None = None
         self.has_torch = False
         self.tokenizer: Any = None
+        self.cluster: Cluster | None = None
+        if args.cluster:
+            from megatron_tools.plan.cluster import load_cluster
+
+            self.cluster = load_cluster(args.cluster)
 
     def findings(self) -> Findings:
         """Run the checks one after another and yield their findings."""
@@ -90,13 +95,6 @@ class Examination:
         world = os.environ.get("WORLD_SIZE", "")
         world_size = int(world) if world.isdecimal() else 0
         return int(self.args.ranks or slots or world_size)
-
-    @property
-    def cluster(self) -> "Cluster | None":
-        """The hardware that --cluster names, None without it. Raises ValueError for an unknown name."""
-        from megatron_tools.plan.cluster import load_cluster
-
-        return load_cluster(self.args.cluster) if self.args.cluster else None
 
     @property
     def ranks_here(self) -> int | None:
@@ -299,17 +297,14 @@ def build_parser() -> Parser:
 
 def main(argv: Sequence[str]) -> int:
     parser = build_parser()
-    args, flags = parser.parse_known_args(list(argv))
-    if args.cluster:
-        from megatron_tools.plan.cluster import load_cluster
-
-        try:
-            load_cluster(args.cluster)
-        except ValueError as error:
-            parser.error(f"--cluster: {error}")
+    args, flags = parser.parse_known_args(argv)
+    try:
+        examination = Examination(args, flags)
+    except ValueError as error:
+        parser.error(f"--cluster: {error}")
     findings = list[Finding]()
     counts: Counter[str] = Counter()
-    for finding in Examination(args, flags).findings():
+    for finding in examination.findings():
         findings.append(finding)
         counts[finding.state] += 1
         if not args.json:

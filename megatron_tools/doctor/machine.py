@@ -131,8 +131,6 @@ def check_hidden_package(ours: Path, paths: Sequence[str]) -> Findings:
 
     ours: folder of this project's package.
     """
-    other_packages = []
-    hides_ours = False
     precedes_ours = True  # Python imports the first package that it finds
     for entry in paths:
         folder = Path(entry or ".", "megatron")  # an empty entry is the working directory
@@ -141,23 +139,23 @@ def check_hidden_package(ours: Path, paths: Sequence[str]) -> Findings:
         if folder.resolve() == ours.resolve():
             precedes_ours = False
         elif (folder / "__init__.py").is_file():  # a folder without __init__.py hides no package
-            other_packages.append(folder)
-            hides_ours |= precedes_ours
-    if hides_ours:
+            break
+    else:
+        yield ok("package megatron", "only this project's")
+        return
+    if precedes_ours:
         yield failed(
             "package megatron",
-            f"{other_packages[0]} precedes this project's package in Python's path and hides it",
+            f"{folder} precedes this project's package in Python's path and hides it",
             "uninstall that package (pip uninstall megatron-core), remove its folder from PYTHONPATH or use another "
             "environment",
         )
-    elif other_packages:
+    else:
         yield warning(
             "package megatron",
-            f"Python's path also contains another package named megatron: {other_packages[0]}",
+            f"Python's path also contains another package named megatron: {folder}",
             "start scripts from this project's folder, or use an environment without the other package",
         )
-    else:
-        yield ok("package megatron", "only this project's")
 
 
 def check_compiler(wanted: bool) -> Findings:

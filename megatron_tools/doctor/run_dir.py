@@ -10,7 +10,7 @@ from typing import Any
 from megatron.config import Config
 from megatron.storage import RemotePath
 
-from .finding import FAILED, Finding, Findings, failed, ok, warning
+from .finding import Findings, failed, ok, warning
 
 
 def nearest_folder(path: Path) -> Path:
@@ -40,7 +40,7 @@ def check_lock(run_dir: Path, config: Config | None = None) -> Findings:
 
     config: settings of the run; None if they are invalid or not given, so --save is unknown.
     """
-    from megatron.locks.run_lock import LOCK_FILE
+    from megatron.locks.run_lock import LOCK_FILE, living_holder
     from megatron.training.run_folder import save_dir_of
 
     save_dir = save_dir_of(config, run_dir) if config else run_dir / "checkpoints"
@@ -51,30 +51,21 @@ def check_lock(run_dir: Path, config: Config | None = None) -> Findings:
     if not held:
         yield ok("run lock", "not held")
         return
-    findings = []
-    for path in held:
-        flag = "--run-dir" if path.parent == run_dir else "--save"
-        findings.append(_check_held_lock(path, flag))
     # A run holds both locks, so one line is enough: that of a lock which would stop the next run, if there is one.
-    failed_findings = [each for each in findings if each.state == FAILED]
-    yield (failed_findings or findings)[0]
-
-
-def _check_held_lock(path: Path, flag: str) -> Finding:
-    """Return the finding about a lock file. flag: the flag that names its folder."""
-    from megatron.locks.run_lock import living_holder
-
-    holder = living_holder(path)
-    if holder is None:
-        return warning(
-            "run lock",
-            f"{path} was left by a run that has ended",
-            "ignore this warning: the next run takes the lock over",
-        )
-    return failed(
+    for path in held:
+        holder = living_holder(path)
+        if holder is not None:
+            flag = "--run-dir" if path.parent == run_dir else "--save"
+            yield failed(
+                "run lock",
+                f"{path.parent} is in use by {holder}",
+                f"end that process, or give another {flag}; if it ran on another machine and has ended, delete {path}",
+            )
+            return
+    yield warning(
         "run lock",
-        f"{path.parent} is in use by {holder}",
-        f"end that process, or give another {flag}; if it ran on another machine and has ended, delete {path}",
+        f"{held[0]} was left by a run that has ended",
+        "ignore this warning: the next run takes the lock over",
     )
 
 

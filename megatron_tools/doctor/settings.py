@@ -120,6 +120,10 @@ def check_memory(
     if offloaded_part(zero_config):
         yield ok("memory", "the memory was not estimated: the ds_config enables offloading")
         return
+    problem = _unknown_stages(config)
+    if problem:
+        yield ok("memory", f"the memory was not estimated: {problem}")
+        return
     # Memory is counted as on accelerators if there is a device, else as on CPUs.
     stages = rank_memory(config, resolved, ranks, device_bytes is not None, stages_of(config))
     bytes_by_kind = asdict(max(stages, key=lambda stage: stage.total))
@@ -146,6 +150,19 @@ def check_memory(
         yield warning("memory", words + ", which leaves less than a tenth free", remedy)
     else:
         yield ok("memory", words)
+
+
+def _unknown_stages(config: Config) -> str:
+    """Return why the stages cannot be known without the built model, as with --partition-method measured; else ""."""
+    from megatron.estimate.sizes import stages_of
+
+    try:
+        stages_of(config)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _free_memory(device_bytes: float | None, ranks_here: int) -> tuple[float, str]:

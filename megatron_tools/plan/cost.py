@@ -72,7 +72,7 @@ def pipeline_units(name: str, extra_warmup: int, chunks: int, stages: int, micro
     # 100 micro-batches, 16 are simulated and the other 84 add 84 units.
     reaches_steady_state = name in ("1f1b", "gpipe", "interleaved")
     warmup = stages * (1 + extra_warmup)
-    # `interleaved` runs only multiples of the stages; 4 * warmup is one, too.
+    # `interleaved` is regular for multiples of the stages, such as 4 * warmup.
     if reaches_steady_state and micros > 6 * warmup and micros % stages == 0:
         simulated = 4 * warmup
     plan = instructions_of(name, stages, simulated, chunks, extra_warmup)
@@ -176,10 +176,10 @@ def layer_flops(shapes: Shapes, layer: Layer) -> tuple[float, float]:
     encoder_length, decoder_length = sample_lengths(c)  # without a decoder, the sequence length and 0
     inner = m.num_attention_heads * m.head_size
     # The multiply-adds of queries with keys, and of scores with values: 2 x length x length x width.
+    pairs = encoder_length * encoder_length  # number of pairs of a query and a key
     if _has_cross_attention(layer):
-        score_work = 2 * decoder_length * decoder_length * inner + 2 * decoder_length * encoder_length * inner
-    else:
-        score_work = 2 * encoder_length * encoder_length * inner
+        pairs = decoder_length * (decoder_length + encoder_length)
+    score_work = 2 * pairs * inner
     batch_size = c.train.batch_size
     shards = shapes.ranks * c.parallel.context_parallel_size
     # A multiply-add is two FLOPs, and layer.work counts the multiply-adds of one sample: of matmuls and of scores.
@@ -304,7 +304,7 @@ def cost_of(
     """Return the cost of one step. Raises ValueError if the cluster's file gives no peak for the run's dtype."""
     p = config.parallel
     gas = config.train.gas
-    shapes = Shapes(config, resolved.precision, cluster.accelerated)
+    shapes = Shapes(config, resolved.precision, cluster.accelerated, resolved.zero_stage)
     replicas = p.data_parallel_size(world) * p.context_parallel_size
     chunks = p.virtual_pipeline_size
     units = pipeline_units(p.pipeline_schedule, p.pipeline_extra_warmup, chunks, p.stages, gas, e.backward)
@@ -329,12 +329,11 @@ def cost_of(
     held = max(stage.count.held for stage in stages)
     # A reduction can hide only behind the last backward pass, two thirds of a micro-batch's time.
     overlapped = min(reduction_seconds * e.overlap, slowest * 2 / 3) if p.overlap_grad_reduce else 0.0
-    gather_seconds = 0.0
+    # ZeRO 2 and 3 scatter gradients in each micro-batch, half of an all-reduce; ZeRO 2 gathers weights at the end.
+    gather_seconds = reduction_seconds / 2 if resolved.zero_stage == 2 else 0.0
     if resolved.zero_stage >= 2:
-        # ZeRO 2 and 3 scatter gradients in each micro-batch, half of an all-reduce; ZeRO 2 gathers weights at the end.
-        gather_seconds = reduction_seconds / 2 if resolved.zero_stage == 2 else 0.0
-        reduction_seconds = reduction_seconds * gas / 2
-        overlapped = overlapped * gas / 2
+        reduction_seconds *= gas / 2
+        overlapped *= gas / 2
     # Adam reads a gradient, and reads and writes two moments and the fp32 weight: 28 bytes.
     update_seconds = (updated_parameters * 28 + held * 2 * shapes.width) / (cluster.memory_bandwidth * 1e9 * e.memory)
     ranks = shapes.ranks * replicas
@@ -344,7 +343,7 @@ def cost_of(
         passes=pass_seconds,
         step=pass_seconds + reduction_seconds - overlapped + gather_seconds + update_seconds + e.step_seconds,
         bubble=1 - gas / units,
-        stages=tuple(seconds),
+        stages=seconds,
         gradients=reduction_seconds - overlapped + gather_seconds,
         optimizer=update_seconds,
         model_flops=model_flops * (gas * ranks),

@@ -80,8 +80,8 @@ class Layout:
     resolved: Resolved
     devices: int
     cluster: Cluster
-    stages: tuple[Stage, ...]
-    memory: tuple[Memory, ...]
+    stages: Sequence[Stage]
+    memory: Sequence[Memory]
     efficiency: Efficiency
 
     @cached_property
@@ -119,7 +119,7 @@ def evaluate(config: Config, devices: int, cluster: Cluster, e: Efficiency = DEF
     resolved = resolve(config, devices, cluster.accelerated)
     stages = stages_of(config)
     memory = rank_memory(config, resolved, devices, cluster.accelerated, stages)
-    return Layout(config, resolved, devices, cluster, tuple(stages), tuple(memory), e)
+    return Layout(config, resolved, devices, cluster, stages, memory, e)
 
 
 @dataclass(frozen=True)
@@ -212,11 +212,9 @@ def candidates(request: SearchRequest) -> Iterator[Config]:
         }  # fmt: skip
         if "pipeline_schedule" not in request.fixed:
             values["pipeline_schedule"] = "interleaved" if chunks > 1 else "1f1b"
-        if "sequence_parallel" not in request.fixed:
-            values["sequence_parallel"] = tp > 1 and request.cluster.accelerated
         for batch in _batch_sizes(request, replicas):
-            # An interleaved schedule needs a multiple of the stages as number of micro-batches.
-            if chunks > 1 and batch.gas % pp:
+            # An interleaved schedule of other numbers of micro-batches takes long to simulate, so it is not proposed.
+            if chunks > 1 and batch.gas % pp and request.gas is None:
                 continue
             with suppress(ConfigError):
                 yield with_values(c, {**values, "batch_size": batch.micro, "gas": batch.gas})

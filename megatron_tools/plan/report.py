@@ -101,7 +101,7 @@ def explain_layout(layout: Layout, tokens: float | None) -> Lines:
     config = layout.config
     cost = layout.cost
     # The tensor sizes from which the memory of the activations is computed.
-    shapes = Shapes(config, layout.resolved.precision, layout.cluster.accelerated)
+    shapes = Shapes(config, layout.resolved.precision, layout.cluster.accelerated, layout.resolved.zero_stage)
     p = config.parallel
     train = config.train
     replicas = p.data_parallel_size(layout.devices)

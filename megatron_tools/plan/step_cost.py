@@ -33,7 +33,7 @@ class Cost:
     step: float
     passes: float
     bubble: float
-    stages: tuple[Seconds, ...]
+    stages: list[Seconds]
     gradients: float
     optimizer: float
     model_flops: float

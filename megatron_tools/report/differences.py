@@ -36,9 +36,9 @@ def compare_settings(configs: Sequence[Config]) -> list[Setting]:
             for run_settings in settings_of_runs:
                 value = run_settings[section][name]
                 texts.append(_format_value(value))
-                # Both remain True after the first run for which they hold.
+                # Both remain True after the first run for which they hold. Several runs have paths of their own.
                 differs |= value != first and name not in RUN_PATHS
-                changed |= value != default
+                changed |= value != default and (len(configs) == 1 or name not in RUN_PATHS)
             settings.append(Setting(section, flag(name), texts, differs, changed))
     return settings
 

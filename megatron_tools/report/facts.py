@@ -21,9 +21,10 @@ def result_facts(run: RunData) -> Facts:
     valid = run.rows_of("valid")
     yield "iterations", str(run.iteration)
     if train:
-        speeds = sorted(row["tokens_per_second"] for row in train)
+        measured = train[1:] or train  # the first row also measures the start of training
+        speed = statistics.median(row["tokens_per_second"] for row in measured)
         yield "tokens seen", f"{train[-1]['consumed_tokens']:,}"
-        yield "median speed", f"{speeds[len(speeds) // 2]:,.0f} tokens/s"
+        yield "median speed", f"{speed:,.0f} tokens/s"
         losses = f"{train[0]['lm_loss']:.3f}, {train[-1]['lm_loss']:.3f} nats/token"
         yield "training loss, first and last line", losses
     if valid:

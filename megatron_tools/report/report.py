@@ -181,17 +181,20 @@ def main(args: argparse.Namespace) -> None:
             print(f"{each.name} failed: {each.reason}", flush=True)
     is_single_run = len(runs) == 1 and not args.output  # a single run's page lies in its folder, with a plot beside it
     page_path = Path(args.output) if args.output else folders[0] / "report.html"
-    written_files = "loss.png and report.html" if is_single_run else page_path.name
-    try:
-        if is_single_run:
+    if is_single_run:
+        try:
             draw_losses(runs[0].rows, dict(runs[0].baselines), page_path.with_name("loss.png"), stage_starts(runs[0]))
+        except (ValueError, OSError) as error:  # such as a missing package, which the page does not need
+            message = f"report.py: loss.png was not written to {page_path.parent}: {describe_error(error)}"
+            print(message, file=sys.stderr)
+    try:
         page_path.parent.mkdir(parents=True, exist_ok=True)
         write_text(page_path, whole_page(runs))
     except (ValueError, OSError) as error:
         if args.output:
             raise
         print(
-            f"report.py: {written_files} were not written to {page_path.parent}: {describe_error(error)}",
+            f"report.py: {page_path.name} was not written to {page_path.parent}: {describe_error(error)}",
             file=sys.stderr,
         )
         return

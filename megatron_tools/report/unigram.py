@@ -3,7 +3,6 @@
 The unigram model takes token frequencies from the training data, with add-one smoothing.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,19 +29,19 @@ class TargetEntropies(NamedTuple):
     text: float
 
 
-def count_tokens(data_path: Sequence[str] | None, split: str, vocab_size: int) -> tuple[Counts, Counts] | None:
+def count_tokens(config: Config, vocab_size: int) -> tuple[Counts, Counts] | None:
     """Return (counts [vocab_size] of tokens in the training data, the same for the validation data).
 
     Returns None unless the run has exactly one corpus.
     """
-    corpora = parse_blend(data_path or [])
+    corpora = parse_blend(config.data.data_path or [])
     if len(corpora) != 1:
         return None
     _, prefix = corpora[0]  # its weight does not matter
     if not Path(f"{prefix}.idx").is_file():
         return None
     indexed = IndexedDataset(prefix)
-    train, valid, _ = split_documents(parse_split(split), indexed.num_documents)
+    train, valid, _ = split_documents(parse_split(config.data.split), indexed.num_documents)
     # Document i has the tokens boundaries[i] to boundaries[i + 1] - 1.
     boundaries = np.concatenate([[0], indexed.document_ends()])
 
@@ -62,7 +61,7 @@ def text_entropy(config: Config) -> float | None:
 
     Returns None if the run has no validation text or does not have exactly one corpus.
     """
-    counts = count_tokens(config.data.data_path, config.data.split, config.model.vocab_size or 0)
+    counts = count_tokens(config, config.model.vocab_size or 0)
     if counts is None:
         return None
     train, valid_counts = counts
@@ -82,7 +81,7 @@ def target_entropies(config: Config, samples: int) -> TargetEntropies | None:
     from megatron.tokenizer import load_tokenizer
 
     tokenizer = T5().extended(config, load_tokenizer(config.data.vocab_file or "", config.data.tokenizer_type))
-    counts = count_tokens(config.data.data_path, config.data.split, tokenizer.vocab_size)
+    counts = count_tokens(config, tokenizer.vocab_size)
     if counts is None:
         return None
     text_counts, _ = counts  # of the training text, without sentinels

@@ -133,9 +133,8 @@ class Fuzzer:
         work_dir.mkdir()
         new_ranks = Ranks(world, self.folder, self.prepare)  # without processes; `start` opens them
         ranks = self._ranks.setdefault(f"{name}{world}", new_ranks)
-        family = argv[argv.index("--family") + 1]
         arguments = [*argv, "--run-dir", str(work_dir / "run")]
-        ranks.start(family, arguments, work_dir / "meeting")
+        ranks.start(arguments, work_dir / "meeting")
         return ranks, work_dir
 
     def _finish(self, ranks: Ranks, work_dir: Path) -> tuple[Outcome, Values]:

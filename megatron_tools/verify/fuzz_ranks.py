@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,21 +55,21 @@ def preload_modules() -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOADED_MODULES))
 
 
+@dataclass
 class Ranks:
     """A fixed number of gloo ranks on this machine, which do one training run after another.
 
     folder: working directory of the ranks. prepare: function that each rank calls first.
     """
 
-    def __init__(self, world: int, folder: Path, prepare: Callable[[], object] | None = None) -> None:
-        self.world = world
-        self.folder = folder
-        self.prepare = prepare
-        self._runs = 0
-        self._processes: list[Any] = []
-        self._pipes: list[Connection] = []
+    world: int
+    folder: Path
+    prepare: Callable[[], object] | None = None
+    _runs: int = 0
+    _processes: list[Any] = field(default_factory=list)
+    _pipes: list[Connection] = field(default_factory=list)
 
-    def start(self, family: str, argv: Sequence[str], rendezvous_file: Path) -> None:
+    def start(self, argv: Sequence[str], rendezvous_file: Path) -> None:
         """Start a run. rendezvous_file: path of a file that does not exist yet, at which the ranks of the run meet."""
         # Also true before the first run.
         if self._runs % MAX_RUNS == 0:
@@ -77,7 +78,7 @@ class Ranks:
         self._runs += 1
         for pipe in self._pipes:
             with contextlib.suppress(BrokenPipeError):  # `finish` reports a rank that has died
-                pipe.send((family, list(argv), str(rendezvous_file)))
+                pipe.send((argv, rendezvous_file))
 
     def finish(self, deadline: float) -> Outcome:
         """Wait for the end of the run, and return the worst outcome of all ranks. Failed ranks are replaced."""
@@ -144,15 +145,15 @@ def _serve_runs(rank: int, world: int, folder: str, job_pipe: Any, prepare: Call
     outcome = OK
     while outcome.kind == "ok":
         try:
-            family, argv, rendezvous_file = job_pipe.recv()
+            argv, rendezvous_file = job_pipe.recv()
         except EOFError:  # the parent process has ended
             break
-        outcome = _train(rank, world, family, argv, rendezvous_file)
+        outcome = _train(rank, world, argv, rendezvous_file)
         job_pipe.send(tuple(outcome))
     os._exit(0)  # skips Python's shutdown, in which gloo's threads may fail
 
 
-def _train(rank: int, world: int, family: str, argv: list[str], rendezvous_file: str) -> Outcome:
+def _train(rank: int, world: int, argv: list[str], rendezvous_file: Path) -> Outcome:
     import torch
     import torch.distributed as dist
 
@@ -161,6 +162,7 @@ def _train(rank: int, world: int, family: str, argv: list[str], rendezvous_file:
     from megatron.training import run
 
     torch.set_num_threads(1)
+    family = argv[argv.index("--family") + 1]
     try:
         dist.init_process_group("gloo", init_method=f"file://{rendezvous_file}", rank=rank, world_size=world)
         tds.init_distributed("gloo", auto_mpi_discovery=False)

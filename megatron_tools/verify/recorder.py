@@ -26,20 +26,21 @@ from tds import optimizer_state as zero_state
 MAX_OUTPUT_BYTES = 2**31  # a rank stops recording outputs when they exceed this many bytes
 
 
-def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return (global name, module) of each layer on this rank.
+def named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (global name, module) of each layer on this rank.
 
     The layers of a model without a `named_layers` method are its children.
     """
     named_layers_of: Any = getattr(model, "named_layers", None)
     if named_layers_of is not None:
-        return list(named_layers_of())
+        yield from named_layers_of()
+        return
     tied = getattr(model, "tied_modules", nn.ModuleDict())
-    layers = [(f"tied_modules.{key}", module) for key, module in tied.items()]
+    for key, module in tied.items():
+        yield f"tied_modules.{key}", module
     for name, module in model.named_children():
         if module is not tied:
-            layers.append((name, module))
-    return layers
+            yield name, module
 
 
 def _tensors_in(outputs: Any) -> Iterator[Tensor]:

@@ -30,7 +30,7 @@ FIXED_FLAGS = (
     "--no-save-at-end --log-interval 1 --no-compile --no-tensorboard --num-workers 0"
 )
 TIMEOUT = 600.0  # seconds of a layout
-NO_DEVICES = {name: "" for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")}
+NO_DEVICES = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"), "")
 
 
 def train_in_layout(args: argparse.Namespace, layout: Layout, micros: int, folder: Path) -> str | None:

@@ -15,6 +15,7 @@ from megatron import mpu
 from megatron.checkpointing import load_weights
 from megatron.checkpointing.pruned import read_newest
 from megatron.config import Config
+from megatron.config.command_line import with_values
 from megatron.config.fields import flag, problems_where, raise_first_problem
 from megatron.features.cpu_matmul import pack_weights
 from megatron.model.gpt2 import GPT2Model
@@ -47,7 +48,6 @@ def load_writer(args: argparse.Namespace) -> Writer:
 def _load_checkpoint(args: argparse.Namespace, path: Path | None) -> Writer:
     """Load the model of the checkpoint `path`, or of a Hugging Face folder if `path` is None."""
     sizes = (args.model_parallel_size, args.pipe_parallel_size)
-    is_distributed = args.model_parallel_size > 1 or args.pipe_parallel_size > 1
     hf_folder = None
     if path is None:
         hf_folder = HFModelFolder(Path(args.load), *sizes)
@@ -55,15 +55,13 @@ def _load_checkpoint(args: argparse.Namespace, path: Path | None) -> Writer:
             raise ValueError("--ema needs --load of a run with --ema-decay, not a Hugging Face folder")
         config = hf_folder.config
         default_vocab: str | None = str(hf_folder.path)
-        tokenizer_type = "auto"
     else:
         config = config_of_checkpoint(path, *sizes)
         default_vocab = config.data.vocab_file
-        tokenizer_type = config.data.tokenizer_type
     vocab_file = args.vocab_file or default_vocab
     if vocab_file is None:
         raise ValueError("there is no tokenizer; give --vocab-file")
-    tokenizer = load_tokenizer(vocab_file, tokenizer_type)
+    tokenizer = load_tokenizer(vocab_file, config.data.tokenizer_type)
     if hf_folder:
         if config.is_t5:
             raise ValueError(f"{hf_folder.path} is a T5; convert it first with tools/convert_checkpoint.py --from-hf")
@@ -71,6 +69,9 @@ def _load_checkpoint(args: argparse.Namespace, path: Path | None) -> Writer:
             print(f"note: {note}", file=sys.stderr)
     if config.is_t5:
         tokenizer = SentinelTokenizer(tokenizer, config.data.num_sentinels, config.data.span_convention)
+    if args.interactive:
+        config = with_values(config, {"startup_timeout_minutes": 10_000.0})  # the other ranks wait for a user's prompt
+    is_distributed = config.parallel.fewest_ranks > 1
     device = initialize_megatron(config) if is_distributed else device_module.current_device()
     model, stages = _build_model(config)
     if hf_folder:
@@ -207,14 +208,18 @@ def should_stream(args: argparse.Namespace, is_t5: bool) -> bool:
     streams = args.stream or (args.interactive and not is_printed_whole)
     is_unstreamable = is_printed_whole or args.num_samples > 1  # several texts would be mixed
     problems = problems_where(
-        (args.top_lift and (args.json or streams), "--top-lift cannot be combined with --json or --stream"),
+        (
+            args.top_lift and (args.json or streams),
+            "--top-lift cannot be combined with --json or --stream, which --interactive implies for a GPT-2 or Llama",
+        ),
         (
             args.chat and args.interactive and not streams,
             "--chat --interactive streams one answer; omit --num-beams and --json",
         ),
         (
             streams and is_unstreamable,
-            "--stream prints one text of a GPT-2 or Llama; omit --num-beams, --json and --num-samples",
+            "--stream prints one text of a GPT-2 or Llama, and --interactive implies it; omit --num-beams, --json and "
+            "--num-samples",
         ),
     )
     raise_first_problem(problems)

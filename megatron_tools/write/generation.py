@@ -3,6 +3,7 @@
 Shapes: b batch, s tokens so far, v vocabulary, t model-parallel ranks.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -133,13 +134,11 @@ class _Stepper:
     def _logits(self, new: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def _run_on_stages(self, inputs: Tensors, seen: int, begin: int = 0, end: int | None = None) -> Tensors:
-        """Run the layers `begin` to `end` (None: to the last), with their caches, on new tokens after `seen` tokens.
+    def _run_on_stages(self, inputs: Tensors, seen: int, begin: int = 0, end: int = sys.maxsize) -> Tensors:
+        """Run the layers `begin` to `end`, by default to the last, with caches, on new tokens after `seen` tokens.
 
         Every stage gets the outputs of the last layer.
         """
-        if end is None:
-            end = len(self.model.steps)
         if self.stages is None:
             return self._run_layers(inputs, seen, begin, end)
         for stage, stage_layers in enumerate(self.stages.layer_ranges):

@@ -23,6 +23,7 @@ from data_utils.sidecars import chat_corpora
 from megatron.config import Config
 from megatron.config.fields import problems_where, raise_first_problem
 from megatron.json_text import JsonBoundError, format_value, parse_json, read_lines
+from megatron.ranks.objects import broadcast_from_rank_0
 from megatron.ranks.rank_0 import is_rank_0
 from megatron.tokenizer import Tokenizer
 
@@ -122,7 +123,7 @@ def _fim_marks(names: list[str] | None, config: Config, tokenizer: Tokenizer) ->
 def read_prompts(args: argparse.Namespace) -> Iterator[Prompt]:
     """Yield the prompts one after another. All ranks get the same prompts."""
     if args.input:
-        for line_number, line in enumerate(read_lines(args.input), 1):
+        for line_number, line in enumerate(_shared_lines(args.input), 1):
             if args.chat and not line.strip():
                 continue  # --interactive skips empty lines, too
             yield _parse_input_line(line, args.chat, f"{args.input}, line {line_number}")
@@ -136,6 +137,16 @@ def read_prompts(args: argparse.Namespace) -> Iterator[Prompt]:
         yield Infill(args.prompt, args.suffix)
     else:
         yield _as_prompt(args.prompt, args.chat)
+
+
+def _shared_lines(path: str) -> Iterator[str]:
+    """Yield the lines of a file on all ranks. Rank 0 alone reads the file, which may be a pipe."""
+    lines = iter(read_lines(path) if is_rank_0() else ())
+
+    def next_line() -> str | None:
+        return broadcast_from_rank_0(next(lines, None))
+
+    yield from iter(next_line, None)
 
 
 def _read_line() -> str:

@@ -37,10 +37,14 @@ class Writer:
     prompt_encoder: PromptEncoder
 
     def question(self, prompt: Prompt) -> Question:
-        """Encode a prompt. Raises ValueError if it needs fill-in-the-middle tokens but none are known."""
+        """Encode a prompt. Raises ValueError if it is too long, or if it needs unknown fill-in-the-middle tokens."""
         if isinstance(prompt, Infill) and self.prompt_encoder.fim_tokens is None:
             raise ValueError("the model was not trained with --fim-rate; give --fim-tokens PREFIX MIDDLE SUFFIX")
-        return self.prompt_encoder.question(prompt)
+        question = self.prompt_encoder.question(prompt)
+        size = len(question.tokens)
+        if self.max_steps(size) < size:
+            raise ValueError(f"a prompt of {size} tokens is longer than the model's {self.config.positions} positions")
+        return question
 
     def stepper(self, sources: list[Ids]) -> Stepper:
         """Return a stepper that continues `sources`, which are encoded prompts of equal length."""
@@ -107,7 +111,7 @@ class Writer:
         probabilities = logits[0].double().softmax(-1).cpu()[: tokenizer.vocab_size]
         frequencies = None
         scores = probabilities
-        counts = count_tokens(self.config.data.data_path, self.config.data.split, logits.shape[-1])
+        counts = count_tokens(self.config, logits.shape[-1])
         if counts is not None:
             train_counts, _ = counts  # of the training and the validation text
             smoothed = train_counts[: len(probabilities)] + 1  # add-one smoothing, so that no frequency is 0
