@@ -39,8 +39,8 @@ wait_for_turn() {
         read -r host pid table job 2>/dev/null <"$turn/by" || true
         # The other process has ended if it ran on this machine and its id no longer exists. It has also ended if it
         # belongs to this SLURM job: the job was then requeued, which ended all its earlier processes on all nodes.
-        if [ "$host" = "$(uname -n)" ] && [ "$table" = "$(process_table)" ] && ! kill -0 "$pid" 2>/dev/null \
-            || [ -n "$job" ] && [ "$job" = "${SLURM_JOB_ID:-}" ]; then
+        if { [ "$host" = "$(uname -n)" ] && [ "$table" = "$(process_table)" ] && ! kill -0 "$pid" 2>/dev/null; } \
+            || { [ -n "$job" ] && [ "$job" = "${SLURM_JOB_ID:-}" ]; }; then
             echo "$ME: process $pid ended while it prepared $RUN_DIR/data; preparing it again"
             rm -rf "$turn"
             return

@@ -60,7 +60,8 @@ declare -A user_set=([CORPUS]=${CORPUS:-} [VOCAB_SIZE]=${VOCAB_SIZE:-} [CLEAN]=$
     [VOCAB_FILE]=${VOCAB_FILE:-})
 # The vocabulary has 30000 tokens for a preset model on a custom corpus, else 4000. The bundled corpus is too small to
 # train a tokenizer with 30000 tokens.
-if [ -z "${VOCAB_SIZE:-}" ]; then
+VOCAB_SIZE=${VOCAB_SIZE:-${usual_vocab_size:-}} # run_poet.sh has a usual size of its own
+if [ -z "$VOCAB_SIZE" ]; then
     VOCAB_SIZE=$([ -n "${CORPUS:-}" ] && [ -n "${MODEL_SIZE:-${model_size:-}}" ] && echo 30000 || echo 4000)
 fi
 if [ -z "${CORPUS:-}" ] && [ -f "$RUN_DIR/data/source" ]; then # a resumed run keeps its corpus
@@ -73,10 +74,13 @@ if [ -n "${VOCAB_FILE:-}" ] && [ ! -e "$VOCAB_FILE" ]; then
         "train one with tools/train_tokenizer.py" >&2
     exit 2
 fi
-if [ -n "${DATA_PATH:-}" ] && [ ! -e "${VOCAB_FILE:-$RUN_DIR/tokenizer.model}" ]; then
-    echo "$ME: DATA_PATH= needs VOCAB_FILE=, the tokenizer that it was prepared with" >&2
-    exit 2
-fi
+require_tokenizer() {
+    if [ -n "${DATA_PATH:-}" ] && [ ! -e "${VOCAB_FILE:-$RUN_DIR/tokenizer.model}" ]; then
+        echo "$ME: $1 needs VOCAB_FILE=, the tokenizer that it was prepared with" >&2
+        exit 2
+    fi
+}
+require_tokenizer DATA_PATH=
 case "${CLEAN:-0}" in 0 | 1) ;; *)
     echo "$ME: CLEAN=$CLEAN must be 1 to clean CORPUS, or 0" >&2
     exit 2 ;;
@@ -132,16 +136,21 @@ build_parser().parse_args()' --load "$RUN_DIR" --prompt . $SAMPLING
     fi
 }
 
-# Check all settings, prepare tokenizer and corpus, and train. Settings come from the variables and the given flags.
-train() {
+# Exit with an error if the user has set one of the variables $@ that DATA_PATH= or VOCAB_FILE= makes useless.
+refuse_ignored() {
     local name beside=${DATA_PATH:+DATA_PATH=$DATA_PATH}
-    for name in CORPUS CLEAN ENCODING VOCAB_SIZE; do
+    for name in "$@"; do
         if [ $name = VOCAB_SIZE ] && [ -n "${user_set[VOCAB_FILE]}" ]; then beside=VOCAB_FILE=$VOCAB_FILE; fi
         if [ -n "${user_set[$name]}" ] && [ -n "$beside" ]; then
             echo "$ME: $name=${user_set[$name]} has no effect beside $beside; unset one of them" >&2
             exit 2
         fi
     done
+}
+
+# Check all settings, prepare tokenizer and corpus, and train. Settings come from the variables and the given flags.
+train() {
+    refuse_ignored CORPUS CLEAN ENCODING VOCAB_SIZE
     local min_lr peak=$LR word before=
     for word in "$@"; do # --lr overrides LR
         if [ "$before" = --lr ]; then peak=$word; fi

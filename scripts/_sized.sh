@@ -51,6 +51,7 @@ if [ -n "$data_path" ]; then
     else
         DATA_PATH=$data_path
     fi
+    require_tokenizer --data_path
 fi
 
 model=(--config "${AT}configs/models/gpt2_$preset.json")

@@ -15,10 +15,11 @@ SHA256=25b549e46919c3a0569db6b68ddc96956b04a484ea4518ad2bbd4f137e307e86
 RUN_DIR=${RUN_DIR:-$([ "$PWD" = "$ROOT" ] || echo "$ROOT/")runs/poet}
 SOURCE=${CORPUS:-}
 CORPUS=$RUN_DIR/poems/train.jsonl
-VOCAB_SIZE=${VOCAB_SIZE:-6000}
+usual_vocab_size=6000
 # Small stages wait more than they work, so two ranks train replicas.
 PP_SIZE=${PP_SIZE:-0}
 source "$ROOT/scripts/_run.sh"
+refuse_ignored VOCAB_SIZE
 
 # ---- the model and its training
 case "${CHARACTERS:-simplified}" in simplified | traditional) ;; *)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Measure the training speed of GPT-2 of one size, without saves and evaluations, and print the results:
-#   bash scripts/train_performance.sh --data_path=data/my_text_document --model_size=345M --train_iters=100
+#   VOCAB_FILE=my.model bash scripts/train_performance.sh --data_path=data/my_text_document --model_size=345M --train_iters=100
 #   GPUS_PER_NODE=8 bash scripts/train_performance.sh --model_size 1.3B --checkpoint-activations
 # Sizes: 345M, 345M_without_mp (no tensor parallelism), 1.3B, 2.7B, 3.7B. Further arguments go to pretrain_gpt2.py.
 set -euo pipefail
