@@ -108,6 +108,8 @@ def test_the_script_trains_resumes_and_writes(package: Path, tmp_path: Path) -> 
     env = {**sizes, "CORPUS": str(package), "CHARACTERS": "traditional", "RUN_DIR": str(tmp_path / "run")}
     env |= {"GPUS_PER_NODE": "1", "PRICE_PER_HOUR": "3"}
     for iterations in (3, 5):
+        if iterations == 5:
+            del env["VOCAB_SIZE"]  # a resume needs no size
         flags = ["--override-lr-schedule", "--no-tensorboard"]
         done = command("bash", "scripts/run_poet.sh", *flags, env={**env, "TRAIN_ITERS": str(iterations)}, timeout=600)
         assert done.returncode == 0, done.stderr
@@ -132,6 +134,9 @@ def test_a_mistake_costs_nothing(tmp_path: Path) -> None:
     for name, value in {"POET_SIZE": "huge", "CHARACTERS": "both"}.items():
         done = command("bash", "scripts/run_poet.sh", env={name: value, "RUN_DIR": str(run_dir)})
         assert done.returncode == 2 and f"{name}={value} is not one of" in done.stderr
+    env = {"RUN_DIR": str(run_dir), "VOCAB_FILE": "README.md", "VOCAB_SIZE": "900"}
+    done = command("bash", "scripts/run_poet.sh", env=env)
+    assert done.returncode == 2 and "VOCAB_SIZE=900 has no effect beside VOCAB_FILE=README.md" in done.stderr
     done = command("bash", "scripts/run_poet.sh", "--hidden-sise", "3", env={"RUN_DIR": str(run_dir)})
     assert done.returncode == 2 and "--hidden-sise" in done.stderr and not run_dir.exists()
 

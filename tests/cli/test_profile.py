@@ -3,11 +3,15 @@
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
+from megatron.features.profile import Profile
 from tests.support import command
 
 MODEL = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --batch-size 2 --gas 2 --split 1"
@@ -39,3 +43,21 @@ def test_a_profile_has_the_operators_of_each_rank(tmp_path: Path, tiny_data: str
 def test_iterations_need_the_flag() -> None:
     with pytest.raises(ConfigError, match="--profile-iterations needs --profile"):
         parse(["--profile-iterations", "3-4"])
+
+
+@pytest.mark.parametrize(("iteration", "reason"), [(0, "did not reach"), (4, "began after")])
+def test_the_warning_of_a_start_without_a_profile_has_its_reason(
+    iteration: int,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    config = parse(["--profile", "--profile-iterations", "3-4", "--train-iters", "9"])
+    run: Any = SimpleNamespace(config=config, run_dir=tmp_path, state=SimpleNamespace(iteration=iteration))
+    feature = Profile()
+    feature.start(run)
+    feature.close(None)
+    printed = capsys.readouterr().out
+    assert f"{reason} iterations 3 to 4" in printed

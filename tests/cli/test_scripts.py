@@ -142,3 +142,12 @@ def test_each_preset_has_a_directory_and_a_vocabulary(tmp_path: Path) -> None:
     assert files_of("t5", tmp_path) == ("runs/t5", "my/text.jsonl", "4000", "")
     *_, said = files_of("t5", tmp_path, MODEL_SIZE="base")
     assert "starting a new run in" in said and "runs/t5 resumes" in said
+
+
+@pytest.mark.parametrize("name", ["full", "performance"])
+def test_a_corpus_needs_its_tokenizer(name: str, tmp_path: Path) -> None:
+    for ending in (".bin", ".idx"):
+        (tmp_path / f"data{ending}").touch()
+    argv = [f"scripts/train_{name}.sh", f"--data_path={tmp_path}/data"]
+    done = command("bash", *argv, env={"RUN_DIR": str(tmp_path / "run")})
+    assert done.returncode == 2 and "--data_path needs VOCAB_FILE=" in done.stderr

@@ -56,7 +56,9 @@ def test_one_of_two_nodes_prepares(tmp_path: Path) -> None:
         assert prepare(tmp_path, given).communicate(timeout=60)[0].endswith(end)
 
 
-def test_whoever_fails_or_dies_lets_the_next_one_prepare(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("of_job", "job"), [("", ""), ("", "101"), ("100", "101")])
+def test_whoever_fails_or_dies_lets_the_next_one_prepare(of_job: str, job: str, tmp_path: Path) -> None:
+    """A start outside SLURM, in an allocation, and in another job than that of the process which died."""
     failed = prepare(tmp_path, "", "tools/train_tokenizer.py")
     failed.communicate(timeout=60)
     assert failed.returncode == 3
@@ -64,8 +66,8 @@ def test_whoever_fails_or_dies_lets_the_next_one_prepare(tmp_path: Path) -> None
     (tmp_path / "calls").unlink()
     (tmp_path / "data" / "preparing").mkdir()
     table = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}-{os.readlink('/proc/self/ns/pid')}"
-    (tmp_path / "data" / "preparing" / "by").write_text(f"{os.uname().nodename} {2**22 - 1} {table}\n")
-    first = prepare(tmp_path)
+    (tmp_path / "data" / "preparing" / "by").write_text(f"{os.uname().nodename} {2**22 - 1} {table} {of_job}\n")
+    first = prepare(tmp_path, f"SLURM_JOB_ID={job}")
     while not (tmp_path / "calls").exists():
         time.sleep(0.01)
     other = prepare(tmp_path, "VOCAB_SIZE=20").communicate(timeout=60)[0]

@@ -9,6 +9,8 @@ import torch
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
 from megatron.model.attention_kernels import select_sdpa_kernels
+from megatron.mpu import TRIVIAL_AXIS
+from megatron.mpu.data import default_device
 from megatron.ranks import device
 from megatron.timers import Timers
 
@@ -114,3 +116,14 @@ def test_the_peak_is_that_of_the_device_and_its_form(
     """Peaks are those of the vendor's data sheets; cards of one generation differ by form factor."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     assert device.peak_tflops(CUDA) == peak
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("mps", "cpu"), ("cuda", "cuda"), (None, "cpu")])
+def test_groups_and_runs_compute_on_one_device(
+    kind: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run on a Mac uses the CPU, so the batches of `broadcast_data` may not go to MPS."""
+    accelerator = None if kind is None else torch.device(kind)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: accelerator)
+    assert default_device(TRIVIAL_AXIS).type == expected
+    assert device.has_accelerator() == (expected != "cpu")

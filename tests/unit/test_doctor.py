@@ -385,6 +385,16 @@ def test_the_memory_of_a_schedule_that_only_the_script_knows_is_not_estimated() 
     assert memory_finding.state == "warning" and "waves" in memory_finding.words
 
 
+@pytest.mark.parametrize("method", ["measured", "uniform", "parameters", "type:GPT2Layer"])
+def test_without_known_stages_memory_is_not_estimated_and_the_disk_is_checked(
+    method: str, examined: Callable[..., Any]
+) -> None:
+    """These stages are only known when the model is built."""
+    found = examined("--quick", "--ranks", "2", "--pipe-parallel-size", "2", "--partition-method", method)
+    assert (found["memory"].state, found["disk"].state) == ("ok", "ok")
+    assert "--partition-method" in found["memory"].words
+
+
 @pytest.mark.parametrize("has_flags", [False, True])
 def test_a_script_may_make_its_data_and_its_model(has_flags: bool, tmp_path: Path, vocab_file: str) -> None:
     flags = [*MODEL, "--vocab-file", vocab_file]
@@ -645,6 +655,18 @@ def test_a_masked_corpus_is_healthy_if_it_is_whole(tmp_path: Path) -> None:
     Path(f"{prefix}_target.bin").unlink()
     found = list(corpora.check_corpora(config, tokenizer_of_ten(), quick=False))
     assert [each.state for each in found] == ["failed"] and f"{prefix}_target.bin" in found[0].words
+
+
+def test_samples_of_a_t5_do_not_have_the_seq_length_of_a_decoder(tmp_path: Path) -> None:
+    """The encoder's and the decoder's lengths determine how many tokens of the corpus a sample of a T5 takes."""
+    prefix = write_pair(tmp_path / "x", [[5, 6, 7]] * 300)
+    flags = ["--data-path", prefix, "--split", "90,10,0", "--objective", "prefix-lm"]
+    config = parse([*flags, "--enc-seq-length", "128"], DEFAULTS["t5"])
+    found = list(corpora.check_corpora(config, tokenizer_of_ten(), quick=True))
+    assert {each.state for each in found} == {"ok"}
+    decoder = parse([*flags, "--seq-length", "1024"], DEFAULTS["gpt2"])
+    found = list(corpora.check_corpora(decoder, tokenizer_of_ten(), quick=True))
+    assert only(found, "tokens").state == "failed"
 
 
 def test_a_corpus_in_object_storage_is_examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -326,6 +326,33 @@ def test_a_first_piece_of_punctuation_is_a_piece(given: str, tmp_path: Path) -> 
         assert theirs(text)["input_ids"] == ours.encode(text), text
 
 
+@pytest.mark.parametrize(("end", "family"), [(256, "t5"), (300, "t5"), (300, "gpt2")])
+def test_a_t5_whose_vocabulary_has_gaps_is_exported_with_a_placeholder(end: int, family: str, tmp_path: Path) -> None:
+    """`tokenizers` would number the sentinels from the number of tokens, this project numbers them from `end` + 1."""
+    characters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: i for i, character in enumerate(characters)}  # 256 tokens
+    library = tokenizers.Tokenizer(tokenizers.models.BPE({**vocabulary, "<|endoftext|>": end}, []))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    path = tmp_path / "tokenizer.json"
+    library.save(str(path))
+    base = load_tokenizer(str(path))
+    ours = SentinelTokenizer(base, 1, "t5") if family == "t5" else base
+    output = tmp_path / "out"
+    output.mkdir()
+    notes = write_tokenizer(output, parse(["--family", "gpt2"]), ours, str(path), ChatFormat(), family)
+    if (end, family) == (300, "t5"):
+        assert "base_tokenizer.json" in notes[0]
+        assert load_tokenizer(str(output)).fingerprint == base.fingerprint
+        with pytest.raises(Exception, match="base_tokenizer"):  # the package has an error of its own
+            tokenizers.Tokenizer.from_file(str(output / "tokenizer.json"))
+        return
+    theirs = tokenizers.Tokenizer.from_file(str(output / "tokenizer.json"))
+    assert theirs.token_to_id("<|endoftext|>") == ours.eod == end
+    if isinstance(ours, SentinelTokenizer):
+        ids = [theirs.token_to_id(name) for name in ("<pad>", "<extra_id_0>")]
+        assert ids == [ours.pad, *ours.sentinels] == [257, 258]
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS.values())
 def test_facts_of_a_model_are_those_of_protobuf(algorithm: str) -> None:
     proto = pytest.importorskip("sentencepiece.sentencepiece_model_pb2")

@@ -71,6 +71,15 @@ def test_fp16_may_search_for_its_scale_and_ends_at_the_least_one() -> None:
     assert later.fault.min_scale is None
 
 
+def test_skipped_steps_of_a_resumed_fp16_run_count_from_the_first_one() -> None:
+    """The optimizer has made steps, so the initial loss scale is no longer searched for."""
+    health = Health(TrainState(10, 80), 3, 64.0, 1.0, has_stepped=True)
+    feed(health, [INF] * 4, [32.0, 16.0, 8.0, 4.0])
+    health.read()
+    assert health.fault is not None
+    assert (health.fault.samples.iteration, health.fault.streak, health.fault.min_scale) == (3, 3, None)
+
+
 def test_jumps_are_named_and_noise_is_not() -> None:
     noise = torch.randn(200, generator=torch.Generator().manual_seed(0)).mul(0.05).add(3.0).tolist()
     noise[120] = 4.5

@@ -286,6 +286,19 @@ def test_equal_matrices_are_tied_only_if_the_file_ties_them(is_tied: bool, famil
     assert HFModelFolder(tmp_path).config.model.tie_embeddings is is_tied
 
 
+@pytest.mark.parametrize("name", ["transformer.wte.weight", "transformer.h.0.mlp.c_fc.weight"])
+def test_a_nan_in_a_tensor_is_imported_as_it_is(name: str, tmp_path: Path) -> None:
+    def with_nan(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        tensors[name][0, 0] = math.nan
+
+    write(tmp_path, "gpt2", {}, with_nan, "float32")
+    found = HFModelFolder(tmp_path)
+    assert found.config.model.tie_embeddings
+    model = GPT2Model(found.config, parallel_output=False)
+    found.load(model)
+    assert sum(int(parameter.isnan().sum()) for parameter in model.parameters()) == 1
+
+
 def test_an_exported_swiglu_of_a_t5_is_read_again() -> None:
     flags = "--family t5 --position-embedding relative --no-scale-attention --normalization rmsnorm --no-hidden-bias"
     described = t5_config(parse([*flags.split(), "--activation", "swiglu", "--vocab-size", "61"]).model, 0, 1, "fp32")

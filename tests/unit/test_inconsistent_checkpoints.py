@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.tokenizer import load_tokenizer
+from megatron.tokenizer import TokenizerError, load_tokenizer
 from megatron.tokenizer.load import check_same_ids
 from megatron.tokenizer.sentinels import SentinelTokenizer
+from megatron_tools.convert.convert_checkpoint import import_megatron
+from megatron_tools.convert.convert_flags import build_parser
 from megatron_tools.convert.hf_config import check_tokenizer, read_config
 from megatron_tools.convert.hf_folder import HFModelFolder, export_entries
 from megatron_tools.convert.hf_import import _sentinel_count
@@ -390,6 +393,14 @@ def test_megatrons_files_contradict_the_command_or_each_other(tmp_path: Path) ->
     save(tmp_path, weights(), "model_rng.pt")
     with pytest.raises(ValueError, match="model_optim_rng.*model_rng"):
         read(tmp_path)
+
+
+def test_an_import_of_megatrons_files_refuses_a_contradictory_tokenizer(tmp_path: Path) -> None:
+    save(tmp_path, weights())
+    vocabulary = bpe(tmp_path / "tokenizer", eos_token="<|eot|>")
+    args = build_parser().parse_args(["--from-megatron", str(tmp_path), "--vocab-file", vocabulary, "--output", "a"])
+    with pytest.raises(TokenizerError, match=re.escape("<|eot|>")):
+        import_megatron(args)
 
 
 def test_a_file_a_layer_tells_how_many_there_should_be(tmp_path: Path) -> None:

@@ -126,3 +126,11 @@ def test_a_schedule_whose_warmup_reaches_into_the_decay_stays_after_a_resume(war
     kept, note = resolve_lr_schedule(parse(["--train-iters", "200", *flags]), saved)
     assert note and [lr_at(n, kept) for n in range(120)] == [lr_at(n, saved) for n in range(120)]
     assert resolve_lr_schedule(kept, saved) == (kept, None)
+
+
+@pytest.mark.parametrize(("warmup", "last"), [("0.05", 90), ("0.95", 95)])
+def test_the_description_of_wsd_names_the_last_iteration_before_the_decay(warmup: str, last: int) -> None:
+    """The default decay takes the last tenth, or what a longer warm-up leaves of it."""
+    config = parse(["--train-iters", "100", "--lr", "1", "--lr-decay-style", "wsd", "--warmup", warmup])
+    assert lr_at(last - 1, config) == 1.0 > lr_at(last, config)
+    assert f"until iteration {last}," in describe(config)

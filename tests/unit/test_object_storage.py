@@ -16,6 +16,8 @@ import pytest
 
 from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron import storage
+from megatron.atomic import atomic_folder
+from megatron.config.messages import describe_error
 from megatron.data import (
     corpus_dataset,
     corpus_paths,
@@ -367,6 +369,32 @@ def test_a_server_that_always_fails_ends_the_reading(
     finally:
         server.faults.every = 0
     assert len(tokens[:10]) == 10  # nothing wrong was kept
+
+
+def test_an_error_of_the_storage_is_reported_while_a_local_file_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("fsspec")
+    path = RemotePath("memory://bucket/interrupted.idx")
+    path.write_bytes(b"1234")
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise ConnectionError("the server closed the connection")
+
+    monkeypatch.setattr(storage, "ATTEMPTS", 1)
+    file_system = type(storage._file_system("memory", os.getpid()))
+    for method in ("get_file", "cat_file"):
+        monkeypatch.setattr(file_system, method, interrupt)
+    expected = f"could not read {path}: the server closed the connection"
+    with pytest.raises(StorageError, match=expected) as error:
+        remote_tokens.local_copy(path)
+    assert describe_error(error.value).startswith(expected)
+    with pytest.raises(StorageError) as error, atomic_folder(tmp_path / "export"):
+        path.read_bytes()
+    assert describe_error(error.value).startswith(expected)
+    # An error of the system gets the name of the file that it lacks.
+    with pytest.raises(OSError, match=re.escape(str(tmp_path / "export"))), atomic_folder(tmp_path / "export"):
+        raise OSError(28, "No space left on device")
 
 
 def test_missing_objects_buckets_and_packages_are_named(server: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:

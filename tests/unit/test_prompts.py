@@ -151,6 +151,16 @@ def test_conversations_are_those_of_apply_chat_template(folder: Path, tokenizer:
     assert evil.tokens.count(tokenizer.specials[END]) == 1
 
 
+def test_a_template_that_needs_a_system_message_ends_its_turns_too(tokenizer: Tokenizer, folder: Path) -> None:
+    pytest.importorskip("jinja2")
+    check = "{% if messages[0].role != 'system' %}{{ raise_exception('a system message, please') }}{% endif %}"
+    template = template_from(check + CHATML, tokenizer, str(folder))
+    found = PromptEncoder(tokenizer, template).question(Conversation(parse_messages(CHAT[:2])))
+    plain = PromptEncoder(tokenizer, template_from(CHATML, tokenizer, str(folder)))
+    assert found == plain.question(Conversation(parse_messages(CHAT[:2])))
+    assert found.end_id == tokenizer.specials[END]
+
+
 def test_the_template_of_the_training_comes_first(
     folder: Path, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

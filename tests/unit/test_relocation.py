@@ -18,7 +18,8 @@ from megatron.config import Config
 from megatron.config.command_line import from_file, parse
 from megatron.config.places import relocated
 from megatron.data.fingerprints import END_BYTES, corpus_fingerprint
-from megatron.tokenizer.sibling_files import read_eos_ids
+from megatron.tokenizer.load import find_vocab_file
+from megatron.tokenizer.sibling_files import make_placeholder, read_eos_ids
 from megatron_tools.convert.hf_folder import is_hf_folder
 
 
@@ -69,6 +70,27 @@ def test_templates_and_ends_are_kept_with_a_tokenizer(tmp_path: Path, files: dic
     assert (kept / "additional_chat_templates" / "rag.jinja").read_text() == "additional_chat_templates/rag.jinja"
     assert read_eos_ids(kept / "vocab.json") == read_eos_ids(source / "vocab.json") == expected
     assert not is_hf_folder(kept)
+
+
+@pytest.mark.parametrize("by_placeholder", [True, False])
+def test_a_tokenizer_with_a_name_of_its_own_is_found_in_the_copy(tmp_path: Path, by_placeholder: bool) -> None:
+    """An export has such a file and a tokenizer.json that only names it; --vocab-file may be its folder."""
+    exported, run_dir = tmp_path / "exported", tmp_path / "run"
+    exported.mkdir()
+    run_dir.mkdir()
+    (exported / "zh.model").write_text("a model")
+    vocab_file = exported / "zh.model"
+    if by_placeholder:
+        (exported / "tokenizer.json").write_text(json.dumps(make_placeholder("zh.model"), indent=2))
+        vocab_file = exported
+    for _ in range(2):  # a resume
+        copy_tokenizer(str(vocab_file), run_dir)
+    shutil.rmtree(exported)
+    kept = kept_tokenizer(run_dir, str(vocab_file))
+    assert kept is not None and find_vocab_file(kept) == run_dir / "tokenizer" / "zh.model"
+    (tmp_path / "tokenizer.json").write_text("{}")
+    copy_tokenizer(str(tmp_path), run_dir)  # another tokenizer replaces all files
+    assert [path.name for path in (run_dir / "tokenizer").iterdir()] == ["tokenizer.json"]
 
 
 def _save_settings(run_dir: Path, *flags: str) -> Config:

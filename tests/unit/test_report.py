@@ -279,6 +279,27 @@ def test_settings_that_differ_are_told_apart_from_folders(tmp_path: Path) -> Non
     assert short_names([Path("/x/a/run"), Path("/x/b/run")]) == ["a/run", "b/run"]
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_folders_of_several_runs_do_not_count_as_equal_settings(count: int) -> None:
+    flags = ("--run-dir runs/a --load runs/old --save runs/saved --lr 2", "--run-dir runs/b --lr 2")
+    found = compare_settings([parse(each.split()) for each in flags[:count]])
+    folders = {"--run-dir", "--load", "--save"} if count == 1 else set()
+    assert {row.flag for row in found if row.changed} == {"--lr", *folders}
+    assert not any(row.differs for row in found)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "median"), [([1000], "1,000"), ([1000, 3000], "3,000"), ([1, 2000, 3000, 5000, 4000], "3,500")]
+)
+def test_the_median_speed_leaves_out_the_first_line(speeds: list[float], median: str, tmp_path: Path) -> None:
+    """The first line also measures the start of training."""
+    rows = []
+    for i, speed in enumerate(speeds, 1):
+        row = {"split": "train", "iteration": i, "consumed_tokens": 1000 * i, "lm_loss": 2.0}
+        rows.append({**row, "tokens_per_second": speed})
+    assert dict(result_facts(read_run(_with_rows(tmp_path / "run", rows))))["median speed"] == f"{median} tokens/s"
+
+
 def test_the_page_needs_nothing_and_runs_nothing_that_a_run_says(tmp_path: Path) -> None:
     evil = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
     runs = [made(tmp_path / "a"), made(tmp_path / "b<i>")]

@@ -20,7 +20,12 @@ from megatron.config.command_line import parse
 from megatron.locks import run_lock
 from megatron.locks.run_lock import Holder, RunLock, RunLockedError
 from megatron.storage import to_path
-from megatron.training.run_folder import lock, refuse_other_checkpoints, release, write_first_files
+from megatron.training.run_folder import (
+    lock,
+    refuse_other_checkpoints,
+    release,
+    write_first_files,
+)
 from tests.sentences import SENTENCES
 from tests.support import ROOT
 

@@ -16,6 +16,7 @@ from megatron.data.t5_dataset import Objective, Specials, T5Dataset
 from megatron.features.target_bytes import bytes_of_targets
 from megatron.tasks import T5
 from megatron.tokenizer import SentinelTokenizer, Tokenizer
+from megatron_tools.write import generate
 from megatron_tools.write.prompts import prompt_encoder
 from megatron_tools.write.writer import Writer
 
@@ -115,3 +116,21 @@ def test_a_t5_that_was_taught_to_go_on_goes_on(convention: str) -> None:
     written: list[int] = []
     assert writer.write([question], ARGS, lambda new: written.extend(new)) == [["abcd"]]
     assert len(written) == len(labels)
+
+
+def test_a_t5_with_learned_positions_refuses_prompts_that_are_longer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other prompts of --interactive are answered."""
+    tokenizer = SentinelTokenizer(_Letters(), 10, "t5")
+    learned = writer_of(tokenizer, [], "--enc-seq-length 8 --max-position-embeddings 8 --dec-seq-length 8")
+    size = len(learned.question("a").tokens)
+    longest = "a" * (8 - size + 1)
+    assert len(learned.question(longest).tokens) == 8
+    with pytest.raises(ValueError, match=r"9 tokens.* 8 positions"):
+        learned.question(longest + "a")
+    relative = writer_of(tokenizer, [], "--position-embedding relative")
+    assert len(relative.question("a" * 2000).tokens) > 2000
+    monkeypatch.setattr(generate, "read_prompts", lambda args: iter([longest + "a", longest]))
+    assert list(generate.valid_prompts(learned, ARGS)) == [longest]
+    assert "9 tokens" in capsys.readouterr().err

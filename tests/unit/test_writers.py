@@ -1,6 +1,7 @@
 """Each writer (TensorBoard, W&B, SwanLab, MLflow) gets all metrics; a resumed run continues its records."""
 
 import importlib.util
+import posixpath
 import resource
 import signal
 import sys
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 
 from megatron.config.command_line import parse
+from megatron.data.corpus_paths import corpus_names
 from megatron.features import writers
-from megatron.packages import pip_install
+from megatron.packages import is_installed, pip_install
 from megatron.training.metrics import MetricsWriter
 
 ROW = {"split": "train", "iteration": 10, "lm_loss": 7.5, "lr": 0.001, "loss_scale": None, "spikes": [{"iteration": 3}]}
@@ -118,6 +120,31 @@ def test_mlflow_gets_a_line_and_the_same_run_goes_on(tmp_path: Path, monkeypatch
     assert mlflow.named("log_metrics")[-1][0] == ({"train/c__ _1_/lm_loss": 1.0, "train/春天/lm_loss": 2.0},)
 
 
+@pytest.mark.parametrize(
+    "prefixes",
+    [
+        ["/data/zh/web_text_document", "/data/en/web_text_document"],
+        ["../a/x", "../b/x"],
+        ["./a/x", "./b/x"],
+        ["../../a/x", "../../b/x"],
+    ],
+)
+def test_mlflow_gets_corpora_of_one_file_name_in_several_folders(
+    prefixes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow refuses a name that is not a normalised path."""
+    mlflow = Said()
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)  # type: ignore[arg-type]
+    writer = writers.MLflow(parse([]), tmp_path, 0)
+    losses = {f"train/{name}/lm_loss": float(i) for i, name in enumerate(corpus_names(prefixes))}
+    writer.write(10, losses)
+    (logged,) = mlflow.named("log_metrics")[-1][0]
+    assert list(logged.values()) == [0.0, 1.0]
+    for name in logged:
+        assert posixpath.normpath(name) == name
+        assert name.startswith("train/") and name.endswith("/lm_loss")
+
+
 @pytest.mark.parametrize("folder", ["tensorboard", "board"])
 def test_tensorboard_gets_texts(tmp_path: Path, folder: str) -> None:
     pytest.importorskip("tensorboard")
@@ -147,6 +174,21 @@ def test_a_package_that_is_missing_is_named(name: str, monkeypatch: pytest.Monke
         str(error.value) == f"--{name} needs the package {name}: {pip_install(name)}; --no-{name} continues without it"
     )
     writers.check_packages(parse([]).log)  # no package is needed: TensorBoard is optional by default
+
+
+def test_a_folder_with_the_name_of_a_package_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python imports such a folder as a namespace package."""
+    plain, asked = parse([], {"family": "gpt2"}), parse(["--wandb"])
+    for name in ("tensorboard", "wandb"):
+        (tmp_path / name).mkdir()
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])  # as if these packages were not installed
+    assert writers.build_writers(plain, tmp_path, 0) == []
+    with pytest.raises(ValueError, match="--wandb needs the package wandb"):
+        writers.check_packages(asked.log)
+    (tmp_path / "tensorboard" / "__init__.py").touch()
+    importlib.invalidate_caches()
+    assert is_installed("tensorboard") and not is_installed("wandb")
 
 
 def test_one_that_cannot_begin_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
