@@ -66,9 +66,8 @@ class Neighbours(NamedTuple):
         agenda = read_agenda(instructions)
         for side, receiver in self.receivers.items():
             kind = RecvActivation if side == PREVIOUS else RecvGrad
-            receiver.begin_step(
-                agenda[kind], post_after.get(kind, {})
-            )  # {}: the receiver posts a fixed number in advance
+            # with {}, the receiver posts a fixed number in advance
+            receiver.begin_step(agenda[kind], post_after.get(kind, {}))
 
     def after_pass(self) -> None:
         """Allocate the buffers of the receives that are due after a pass, before any message that follows the pass."""

@@ -5,15 +5,14 @@ messages and collectives of all ranks on one clock. Recording one of these event
 `--trace` can stay on.
 """
 
-import contextlib
-
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from ..atomic import atomic_file, process_name
-from ..ranks.rank_0 import is_rank_0, print_rank_0
+from ..ranks.rank_0 import print_rank_0
 from ..training.feature import Feature
 from ..training.run_state import Run
+from .recording import delete_earlier
 
 # Default of --profile-iterations: after a start or resume, skip the first number, which are slower, and profile the
 # second.
@@ -43,11 +42,7 @@ class Profile(Feature):
             if self._run.device.type != "cpu":
                 # Of the device, such as CUDA, besides those of the CPU.
                 activities += supported_activities() - {ProfilerActivity.CPU}  # type: ignore[no-untyped-call]
-            if is_rank_0():
-                # Delete the files of an earlier start, which may have had more ranks.
-                for old in self._path.parent.glob("torch_*.json.gz"):
-                    with contextlib.suppress(OSError):  # such as those of another user
-                        old.unlink()
+            delete_earlier(self._path.parent, "torch_*.json.gz")
             self._profiler = profile(activities=activities, record_shapes=True, acc_events=True)
             self._profiler.start()
         else:

@@ -1,6 +1,7 @@
 """The flag `--trace`: records the timeline of iterations and writes files to the run directory."""
 
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -41,6 +42,14 @@ def rank_metadata(run: Run) -> dict[str, Any]:
     }
 
 
+def delete_earlier(folder: Path, pattern: str) -> None:
+    """On rank 0, delete the files of an earlier start, which may have had more ranks."""
+    if is_rank_0():
+        for path in folder.glob(pattern):
+            with contextlib.suppress(OSError):  # such as files of another user
+                path.unlink()
+
+
 class Recording(Feature):
     """Feature that records a timeline of this rank with --trace. Its start and its end are collectives."""
 
@@ -60,11 +69,7 @@ class Recording(Feature):
         if self._has_recorded or not self._recorder.is_recording:
             return
         self._has_recorded = True
-        if is_rank_0():
-            # Delete the files of an earlier start, which may have had more ranks.
-            for old in self._folder.glob("rank_*.json"):
-                with contextlib.suppress(OSError):  # such as those of another user
-                    old.unlink()
+        delete_earlier(self._folder, "rank_*.json")
 
     def close(self, error: BaseException | None) -> None:
         recorder = self._recorder
