@@ -26,10 +26,9 @@ _RANK_FILES = (
     re.compile(r"mp_rank_(?P<rank>\d\d)(?:_(?P<stage>\d\d\d))?/model\w*\.pt"),
 )
 _LAYER_FILE = re.compile(r"layer_(?P<stage>\d+)(?:-model_(?P<rank>\d\d))?-model_states\.pt")
-_COLUMN_PARALLEL = re.compile(
-    r"word_embeddings\.weight|query_key_value\.\w+|dense_h_to_4h\.\w+"
-)  # column-parallel: split in dim 0
-_ROW_PARALLEL = re.compile(r"(attention\.dense|dense_4h_to_h)\.weight")  # row-parallel: split in dim 1
+# Column-parallel parameters are split in dim 0, row-parallel ones in dim 1.
+_COLUMN_PARALLEL = re.compile(r"word_embeddings\.weight|query_key_value\.\w+|dense_h_to_4h\.\w+")
+_ROW_PARALLEL = re.compile(r"(attention\.dense|dense_4h_to_h)\.weight")
 _NO_PARAMETERS = re.compile(r"\.attention\.(bias|masked_bias)$|\._extra_state$")  # mask buffers and states of FP8
 _EMBEDDING = "embedding.word_embeddings.weight"
 # Part of a name in models of Megatron Core and earlier ones -> our part, replaced in this order: the first entry
