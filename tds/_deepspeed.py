@@ -38,7 +38,7 @@ def refuse_other_releases(version: str) -> str | None:
     If the environment variable TDS_ANY_DEEPSPEED is set to anything but 0, return a warning instead. Return None for a
     supported release.
     """
-    release = tuple(map(int, re.findall(r"\d+", version)[:2]))
+    release = tuple(map(int, re.findall(r"\d+", version)))
     wanted = "deepspeed>={}.{},<{}.{}".format(*SUPPORTED[0], *SUPPORTED[1])
     lacks = "".join(f"; it lacks {each}" for each in missing_names())
     if SUPPORTED[0] <= release < SUPPORTED[1] and not lacks:
@@ -63,7 +63,7 @@ def refuse_wrong_settings(engine: Any) -> str | None:
     is set, return a warning instead. Return None if nothing is known to be wrong.
     """
     version = deepspeed.__version__
-    release = tuple(map(int, re.findall(r"\d+", version)[:3]))
+    release = tuple(map(int, re.findall(r"\d+", version)))
     if release >= ZERO_3_ON_CPU or engine.zero_optimization_stage() != 3 or not on_cpu():
         return None  # the bug needs an earlier release, ZeRO 3 and CPUs
     problem = f"DeepSpeed {version} with ZeRO 3 on CPUs may read weights before they have arrived"
@@ -317,13 +317,11 @@ def flat_groups(optimizer: Any) -> list[tuple[Sequence[torch.Tensor], torch.Tens
 
     The list is empty for an optimizer without such views: a user-defined one, ZeRO-3, DistributedOptimizer.
     """
-    for weights, flat in (
-        ("bit16_groups", "bit16_groups_flat"),  # ZeRO-1 and ZeRO-2
-        ("bf16_groups", "bf16_groups_flat"),
-        ("fp16_groups", "fp16_groups_flat"),
-    ):
-        if getattr(optimizer, flat, None) is not None:
-            return list(zip(getattr(optimizer, weights), getattr(optimizer, flat), strict=True))
+    for name in ("bit16_groups_flat", "bf16_groups_flat", "fp16_groups_flat"):  # the first is that of ZeRO-1 and ZeRO-2
+        flat = getattr(optimizer, name, None)
+        if flat is not None:
+            weights = getattr(optimizer, name.removesuffix("_flat"))
+            return list(zip(weights, flat, strict=True))
     return []
 
 

@@ -212,10 +212,6 @@ def scale_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
         t.mul_(factor)
 
 
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
 def scatter_sum(share: Tensor, whole: Tensor, group: Any) -> Any:
     """Start a reduce-scatter of `whole` `[replicas * n]` over the group and return its handle.
 
@@ -225,12 +221,15 @@ def scatter_sum(share: Tensor, whole: Tensor, group: Any) -> Any:
     """
     if dist.get_backend(group) == "gloo":
         return dist.all_reduce(whole, group=group, async_op=True)
-    return _reduce_scatter(share, whole, group=group, async_op=True)
+    # Renamed in torch 2.13. `trace` replaces the functions of `dist`, so they are looked up at each call.
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return reduce_scatter(share, whole, group=group, async_op=True)
 
 
 def gather_shares(whole: Tensor, share: Tensor, group: Any) -> Any:
     """Start an all-gather of every rank's `share` `[n]`, a slice of `whole`, into `whole` `[replicas * n]`."""
-    return _all_gather(whole, share, group=group, async_op=True)
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return all_gather(whole, share, group=group, async_op=True)
 
 
 def raw_bytes(tensor: Tensor) -> bytes:

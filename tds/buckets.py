@@ -62,6 +62,7 @@ class Bucket:
             # The weights in this replica's share, each with the begin of its elements in the share.
             self.share.pieces = [(p, begin) for p, begin, _ in self._owned_slices()]  # type: ignore[attr-defined]
         self._arrived: set[nn.Parameter] = set()  # parameters that have received a gradient in this step
+        self.received: set[nn.Parameter] = set()  # the same of the last step that was reduced
         # {0: this replica's slices of gradients} while a step has gradients. DeepSpeed's utilities read it.
         self.readable_grads: dict[int, list[Tensor]] = {}
         self._free_grads()
@@ -148,6 +149,7 @@ class Bucket:
         for parameter in self.parameters:
             if parameter.grad is not None:  # the user has set this gradient, so no autograd hook has added it
                 self.add(parameter)
+        self.received = set(self._arrived)
         for slot in self.slots:
             if slot not in self._arrived:
                 self._grad_sum(slot).zero_()

@@ -222,7 +222,9 @@ class Receiver:
         self._post_after = post_after
         self._passes = 0
         self._reserved: dict[MicroChunk, Tensor] = {}  # buffers of receives that are not posted yet
-        self._ends: dict[MicroChunk, int] = {}  # for each message of the runs so far, the end of its run
+        # For each message of the runs so far, the first later micro-batch whose layout may differ, according to the
+        # sender. It is noted for each message, because the stage may have received headers of later runs.
+        self.run_ends: dict[MicroChunk, int] = {}
         self._agenda = deque(agenda)  # messages without a posted receive, in the order of sending
         self._layouts: dict[MicroChunk, Layout | None] = {}  # layouts of these messages, once known
         self._posted: deque[PostedReceive] = deque()
@@ -264,7 +266,7 @@ class Receiver:
 
         Raises DataEnded if the header means the end of the data.
         """
-        if micro_chunk not in self._ends:
+        if micro_chunk not in self.run_ends:
             self._receive_header(micro_chunk)
         return self.take(micro_chunk)
 
@@ -280,14 +282,7 @@ class Receiver:
         for micro in range(micro_chunk.micro, end):
             announced = MicroChunk(micro, micro_chunk.chunk)
             self._layouts[announced] = layout
-            self._ends[announced] = end
-
-    def run_end(self, micro_chunk: MicroChunk) -> int:
-        """Return the first micro-batch after `micro_chunk` whose layout may differ, according to the sender.
-
-        It is noted for each message, because the stage may have received headers of later runs.
-        """
-        return self._ends[micro_chunk]
+            self.run_ends[announced] = end
 
     def __str__(self) -> str:
         """Describe the sending rank and the tensors of the next expected message."""

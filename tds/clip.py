@@ -17,6 +17,11 @@ def weights_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return weights
 
 
+def trainable_weights(module: nn.Module) -> list[nn.Parameter]:
+    """Return the weights of `module` that require a gradient."""
+    return [p for p in module.parameters() if p.requires_grad]
+
+
 def is_split(parameter: nn.Parameter) -> bool:
     """Return whether tensor-parallel ranks hold different shards of `parameter`.
 

@@ -24,8 +24,9 @@ import torch.distributed as dist
 
 from . import schedule
 from .fault_board import COLLECT_SECONDS, POLL_SECONDS, FaultBoard, describe_store, name_this_rank
-from .messages import error_text, flush_and_exit, say, shortened
+from .messages import error_text, exit_with_error, flush_and_exit, shortened
 from .observers import Observer
+from .parent_death import start_thread
 from .recorder import DeviceProgress, allocation_retries, pending_collectives
 
 SILENCE_SECONDS = 4 * COLLECT_SECONDS  # how long the store may not answer, including the time for reports
@@ -141,9 +142,7 @@ class Watchdog(Observer):
         self._stopped = threading.Event()
         self._answered = time.monotonic()
         targets = (self._watch_faults, self._watch_board)
-        self._threads = [threading.Thread(target=target, name="tds-watchdog", daemon=True) for target in targets]
-        for thread in self._threads:
-            thread.start()
+        self._threads = [start_thread("tds-watchdog", target) for target in targets]
         atexit.register(self._stop)
 
     def record(self, what: Any) -> None:
@@ -319,8 +318,7 @@ class Watchdog(Observer):
 
     def exit_with_stack(self, why: str, stack: str = "") -> None:
         """Print why this rank ends, and a stack, by default that of the main thread; end the process with code 1."""
-        say("\n".join([f"{self._board.name} stopped: {why}", stack or self._stack()]), error=True)
-        flush_and_exit(1)
+        exit_with_error("\n".join([f"{self._board.name} stopped: {why}", stack or self._stack()]))
 
 
 def watch_startup() -> None:

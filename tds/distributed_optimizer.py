@@ -17,7 +17,7 @@ from ._deepspeed import link_shares, utils
 from ._torch import has_hooks
 from .bucket_launch import BucketLauncher, ChunkOf, pack_buckets, sort_buckets
 from .buckets import Bucket
-from .clip import counted_squared_norm, is_unique_param, weights_of
+from .clip import counted_squared_norm, is_unique_param, trainable_weights, weights_of
 from .flat_matrices import Work, has_little_padding
 from .gathers import DeferredGathers, layers_that_wait
 from .messages import setting_advice
@@ -120,7 +120,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _make_buckets(self, module: nn.Module, chunk_of: ChunkOf, separate: Iterable[nn.Parameter]) -> None:
         """Put the trainable weights of `module` into buckets, and let the wrapped optimizer step their shares."""
-        trainable = {p for p in module.parameters() if p.requires_grad}
+        trainable = set(trainable_weights(module))
         for param_group in self.param_groups:
             group_weights = [p for p in param_group["params"] if p in trainable]
             work = self._whole_work(group_weights)

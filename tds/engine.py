@@ -262,7 +262,7 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
         if self.dynamic_shape:  # each output has its own header
             run_end = micro_chunk.micro + 1
         elif neighbours.has_previous(micro_chunk.chunk):  # the outputs keep their layout while the inputs do
-            run_end = neighbours.from_previous.run_end(micro_chunk)
+            run_end = neighbours.from_previous.run_ends[micro_chunk]
         else:
             run_end = self._step.batches.run_end(micro_chunk.micro)
         if self.module.training:  # before the send, since `expect` may allocate the gradient's buffer

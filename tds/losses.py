@@ -63,14 +63,18 @@ class Losses:
         self._sums: dict[LossKey, Tensor] = {}
         self.dtype = torch.float32  # dtype of the losses that the engine returns
 
+    def _zeros(self, *size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.float64, device=self.device)
+
     def count(self, count_targets: Callable[[Any], Any], labels: Sequence[Any], replicas: Any) -> None:
         """Count the targets in `labels`, summed over the replicas. Their number becomes the divisor of the losses.
 
         count_targets: returns a scalar, or a vector [k] of which the first element is the number of targets.
         """
-        total = torch.zeros((), dtype=torch.float64, device=self.device)  # [] or, after the first sum, [k]
+        total = self._zeros()  # [] or, after the first sum, [k]
         for each in labels:
-            total = total + count_targets(each)
+            count = torch.as_tensor(count_targets(each), dtype=torch.float64)
+            total = total + count.to(self.device, non_blocking=True)  # labels, and so counts, may be on the host
         # Replicas may evaluate different numbers of micro-batches, so these are summed, too.
         numbers = torch.cat([total.reshape(-1), total.new_full((1,), self._micro_batches)])  # counts, micro-batches
         dist.all_reduce(numbers, group=replicas)
@@ -111,14 +115,14 @@ class Losses:
         last_keys = self._last_keys
         self._reduced = True
         self._replicas = replicas  # like `_stages`, for `exchange_means`
-        has_new_key = any(key not in last_keys for key in self._sums)
+        has_new_key = bool(self._sums.keys() - last_keys)
         is_fp64 = self.dtype is torch.float64
         present = [key in self._sums for key in last_keys]
         counts = [self._micro_batches, has_new_key, is_fp64, *present]
 
         # One all-reduce over the replicas sums the number of micro-batches, the flags, and a loss for each key.
-        header = to_device(list(map(float, counts)), self.device)
-        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        header = to_device(counts, self.device)
+        zero = self._zeros()
         sums = torch.stack([self._sums.get(key, zero) for key in last_keys])
         numbers = torch.cat([header, sums])
         if dist.get_world_size(replicas) > 1:
@@ -142,7 +146,7 @@ class Losses:
         if with_sum:
             has_losses = with_sum.adds_losses  # on one rank of the group, so that the sum has them once
         if not has_losses:  # zeros for the 4 numbers, the flags and the means that are described in __init__
-            self._numbers = torch.zeros(4 + 2 * len(self._last_keys), dtype=torch.float64, device=self.device)
+            self._numbers = self._zeros(4 + 2 * len(self._last_keys))
         if with_sum:
             self._numbers = torch.cat([self._numbers, with_sum.scalar.view(1)])
             dist.all_reduce(self._numbers, group=with_sum.group)
@@ -212,4 +216,4 @@ class Losses:
     @property
     def all_means(self) -> LossByName:
         """All losses by name, scalars, for a progress line."""
-        return {name: value for (_, name), value in self._last_means.items()}
+        return self.means | self.additional

@@ -20,7 +20,7 @@ from .diagnose import strip_cpp_stacks, watch_startup
 from .fault_board import RANKS_PER_TICK
 from .heartbeat import watch_hosts
 from .interfaces import INTERFACE_VARIABLE, choose_interface
-from .messages import error_text, say, setting_advice, shortened
+from .messages import error_text, exit_with_error, setting_advice, shortened
 from .parent_death import start_thread
 
 POLL_SECONDS = 0.5
@@ -127,7 +127,7 @@ class _FailureWatch:
         start_thread("tds-meeting", self._poll_failures)
         if not self.finished.wait(seconds + GRACE_SECONDS):
             limit = f"{seconds / 60:g} minutes ({setting_advice['startup timeout']})"  # and how to change it
-            _print_and_exit(
+            exit_with_error(
                 f"{_rank_name()} reached the store, but not all other ranks within {limit}: check the network between "
                 f"the hosts, and set {INTERFACE_VARIABLE} on each host to the interface that the other hosts reach"
             )
@@ -138,9 +138,4 @@ class _FailureWatch:
             store = self._connect()
             while not self.finished.wait(self._poll_seconds):
                 if store.check([self._key]):
-                    _print_and_exit(f"{_rank_name()} ends, as the ranks did not meet: {store.get(self._key).decode()}")
-
-
-def _print_and_exit(message: str) -> None:
-    say(message, error=True)
-    os._exit(1)
+                    exit_with_error(f"{_rank_name()} ends, as the ranks did not meet: {store.get(self._key).decode()}")

@@ -90,5 +90,6 @@ class BufferPool:
 
     def trim(self) -> None:
         """Free the buffers of all sizes that were not requested since the last call."""
-        self._buffers = {size: buffers for size, buffers in self._buffers.items() if size in self._requested_sizes}
+        for size in self._buffers.keys() - self._requested_sizes:
+            del self._buffers[size]
         self._requested_sizes.clear()

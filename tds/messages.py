@@ -44,3 +44,9 @@ def say(text: str, error: bool = False) -> None:
     """Print `text` on standard output, or standard error; ignore a closed stream or a full disk."""
     with contextlib.suppress(OSError, ValueError):
         print(text, file=sys.stderr if error else sys.stdout, flush=True)
+
+
+def exit_with_error(text: str) -> NoReturn:
+    """Print `text` on standard error and end the process at once with code 1."""
+    say(text, error=True)
+    flush_and_exit(1)

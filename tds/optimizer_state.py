@@ -113,10 +113,7 @@ def get_weight(parameter: nn.Parameter) -> Tensor:
 @torch.no_grad()
 def set_weight(parameter: nn.Parameter, value: Tensor) -> None:
     """Set the master copy, and the weight that the forward pass reads, to `value`."""
-    if not _is_wrapped(parameter):
-        parameter.copy_(value)
-        return
-    if parameter.requires_grad:  # a frozen weight has no fp32 copy
+    if _is_wrapped(parameter) and parameter.requires_grad:  # a frozen weight has no fp32 copy
         utils.safe_set_full_fp32_param(parameter, value)
     if not hasattr(parameter, "ds_id"):  # not sharded by ZeRO-3
         parameter.copy_(value)

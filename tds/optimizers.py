@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ._deepspeed import DeepSpeedEngine, on_cpu
-from .clip import clip
+from .clip import clip, trainable_weights
 
 ADAMS = ("adam", "adamw", "muon")  # Muon contains an Adam for parameters that are not matrices
 NOT_ON_CPUS = ("lamb", "lion", "onebitadam", "onebitlamb", "zerooneadam")
@@ -61,8 +61,7 @@ def refuse_foreign(module: nn.Module, optimizer: Any) -> None:
     A stage without trainable weights may have an optimizer of any weights.
     """
     stepped = {p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
-    trainable = [p for p in module.parameters() if p.requires_grad]
-    if stepped and trainable and stepped.isdisjoint(module.parameters()):
+    if stepped and trainable_weights(module) and stepped.isdisjoint(module.parameters()):
         raise ValueError(
             "the optimizer steps no weight of the model, so the model would not learn: create it from "
             "model.parameters() of the model that tds.initialize() gets"
@@ -109,12 +108,14 @@ def clip_in_step(optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor], 
     skip_unless_finite(optimizer, norm)
     has_fp64 = any(g.dtype is torch.float64 for g in gradients)
     clips_in_kernel = limit > 0 and is_fused(optimizer) and not has_fp64
-    # As in torch's clip_grad_norm_: 1e-6 avoids a division by 0, and gradients of a small norm stay as they are.
-    divisor = ((norm + 1e-6) / limit).clamp(min=1.0).float() if clips_in_kernel else None
+    divisor = None
+    if clips_in_kernel:
+        # As in torch's clip_grad_norm_: 1e-6 avoids a division by 0, and gradients of a small norm stay as they are.
+        divisor = ((norm + 1e-6) / limit).clamp(min=1.0).float()
+    else:
+        clip(gradients, norm, limit)
     # torch's fused kernels divide the gradients by this attribute, unless it is None.
     optimizer.grad_scale = divisor  # type: ignore[attr-defined]
-    if not clips_in_kernel:
-        clip(gradients, norm, limit)
 
 
 def skip_unless_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:

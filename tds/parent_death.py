@@ -182,9 +182,11 @@ def end_with_launcher() -> None:
     start_thread("tds-launched", _exit_when_gone, is_gone)
 
 
-def start_thread(name: str, function: Callable[..., None], *args: Any) -> None:
-    """Call a function in a thread that does not keep the process alive."""
-    threading.Thread(target=function, args=args, name=name, daemon=True).start()
+def start_thread(name: str, function: Callable[..., None], *args: Any) -> threading.Thread:
+    """Call a function in a thread that does not keep the process alive; return the thread."""
+    thread = threading.Thread(target=function, args=args, name=name, daemon=True)
+    thread.start()
+    return thread
 
 
 def _exit_when_gone(is_gone: Callable[[], bool]) -> None:

@@ -23,16 +23,16 @@ from .sequential import chunk_of_weights
 from .sparse import dense_gradient, sparse_weights, sum_sparse
 
 
+@dataclass(eq=False)
 class _GradBucket:
     """A bucket of weights; `.grad` becomes the sum over the replicas, or None if no replica has a gradient."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: Any) -> None:
-        self.parameters = list(parameters)
-        self.group = group
-        self._present: Tensor | None = None  # ones, one per parameter, which the all-reduce turns into counts
-        self._work: dist.Work | None = None
-        # Weights without a gradient on this replica, each with the number of replicas that have one.
-        self._missing: list[tuple[nn.Parameter, Tensor]] = []
+    parameters: list[nn.Parameter]
+    group: Any
+    _present: Tensor | None = None  # ones, one per parameter, which the all-reduce turns into counts
+    _work: dist.Work | None = None
+    # Weights without a gradient on this replica, each with the number of replicas that have one.
+    _missing: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
 
     def add(self, parameter: nn.Parameter) -> None:
         """Do nothing, because `reduce` reads `.grad` directly."""

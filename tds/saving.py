@@ -154,7 +154,7 @@ class PipelineState:
 
 def layout_of(module: Any) -> Layout:
     """Return the partition of the layers: `cuts` (first layer of each group) and `chunks` (groups per stage)."""
-    return {"cuts": [int(cut) for cut in module.parts], "chunks": getattr(module, "chunks", 1)}
+    return {"cuts": list(map(int, module.parts)), "chunks": getattr(module, "chunks", 1)}
 
 
 def _read_layout(file: Path) -> Layout:
@@ -227,7 +227,6 @@ def _differing_buffers(module: nn.Module, group: Any) -> str:
         return ""  # the first rank compares
     differing = set[str]()
     for digests_of_rank in digests_of_ranks:
-        for name, digest in digests_of_rank.items():
-            if digest != digests.get(name):
-                differing.add(name)
+        for name, _ in digests_of_rank.items() - digests.items():
+            differing.add(name)
     return ", ".join(sorted(differing))

@@ -89,7 +89,8 @@ class StepNorms:
         for layer, piece in pieces:
             if piece.numel():
                 layers.append(layer)
-                tensors.append(piece)
+                # 16 bits would round the norm.
+                tensors.append(piece.to(torch.promote_types(piece.dtype, torch.float32)))
         if tensors:
             tensor_norms = torch.stack([norm.to(total.device) for norm in norms(tensors)])
             total.index_add_(0, torch.tensor(layers, device=total.device), tensor_norms.double().square())

@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from .deadlocks import Rules, refuse_deadlocks
@@ -69,9 +70,7 @@ def check_plan(plan: Plan, micros: int, rules: Rules | None = None) -> None:
 def _backward_kinds(plan: Plan) -> tuple[Kind, ...]:
     """Return the kinds of backward passes in a plan. Raises ScheduleError if whole and split passes are mixed."""
     split = (BackwardInput, BackwardWeight)
-    kinds = set[Kind]()
-    for instructions in plan:
-        kinds.update(map(type, instructions))
+    kinds = set(map(type, chain.from_iterable(plan)))
     if kinds.isdisjoint(split):
         return (Backward,) if Backward in kinds else ()
     if Backward in kinds:

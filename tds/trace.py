@@ -26,7 +26,7 @@ from .timeline import name_events, write_events
 
 KEPT_ITERATIONS = 50  # number of recorded iterations that are kept by default
 WRITE_INTERVAL = 50  # iterations between two writes of the file
-COLLECTIVES = (
+COLLECTIVES = [
     "all_reduce",
     "all_gather",
     "all_gather_into_tensor",
@@ -35,7 +35,9 @@ COLLECTIVES = (
     "barrier",
     "all_to_all_single",
     "reduce",
-)
+]
+if hasattr(dist, "all_gather_single"):  # since torch 2.13
+    COLLECTIVES += ["all_gather_single", "reduce_scatter_single"]
 
 
 class SpanStart(NamedTuple):

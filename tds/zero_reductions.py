@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ._deepspeed import bf16_sums
+from .clip import trainable_weights
 from .pipe import tied_weights, ties
 from .reductions import Reduction, any_over_ranks
 from .schedule import Instruction
@@ -22,14 +23,10 @@ def _weights_with_grad(weights: Sequence[nn.Parameter], group: Any) -> list[nn.P
     return list(compress(weights, has_grad))
 
 
-def _trainable(module: nn.Module) -> list[nn.Parameter]:
-    return [p for p in module.parameters() if p.requires_grad]
-
-
 @contextmanager
 def keep_missing_grads(module: nn.Module, replicas: Any) -> Iterator[None]:
     """Run a reduction in this block, then remove the zeros that it filled in for gradients that no replica has."""
-    weights = _trainable(module)
+    weights = trainable_weights(module)
     with_grad = set(_weights_with_grad(weights, replicas))
     for weight in sparse_weights(module):
         if weight.grad is None:  # DeepSpeed's dense zeros would not match the sparse gradients of other replicas
@@ -106,7 +103,7 @@ class ZeroReduction(Reduction):
             for weight in tied:
                 if weight.grad is not None:
                     weight.grad.zero_()
-        fill_missing_grads(_trainable(self._module), replicas)
+        fill_missing_grads(trainable_weights(self._module), replicas)
         self.reduce_over_replicas()
 
 

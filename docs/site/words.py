@@ -164,5 +164,8 @@ KEYS = {
     ),
     "wandb": ("DeepSpeed's own metrics in Weights & Biases", "DeepSpeed 自己的指标写到 Weights & Biases"),
     "csv_monitor": ("DeepSpeed's own metrics as CSV", "DeepSpeed 自己的指标写成 CSV"),
-    "memory_breakdown": ("DeepSpeed prints its memory use during training", "DeepSpeed 打印内存使用"),
+    "memory_breakdown": (
+        "without a pipeline, DeepSpeed prints its memory use during training; on a GPU, `memory_mb` is then too small",
+        "没有流水线时 DeepSpeed 打印内存使用；在 GPU 上 `memory_mb` 因此偏小",
+    ),
 }

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tds import optimizer_state as zero_state
@@ -59,6 +60,9 @@ class BackgroundCopy:
         """Copy the tensors of `remaining` in the thread, each freed as soon as it is copied, and write the copies."""
         copies: list[NamedTensor] = []
         try:
+            device = self._engine.device
+            if device.type != "cpu":  # a thread begins on device 0, which the stream's exit would set again
+                torch.accelerator.set_device_index(device.index)
             with stream:
                 while remaining:
                     key, value = remaining.popleft()

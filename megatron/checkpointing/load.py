@@ -60,7 +60,11 @@ def load_checkpoint(path: Path, engine: Any, config: Config, fingerprint: str, w
         mpu.get_rng().seed = reader.rng_seed
     if wanted.position:
         print_notes(_notes_on_flags(reader, wanted))
-    return TrainState.from_dict(reader.state) if wanted.position else TrainState()
+        state = TrainState.from_dict(reader.state)
+        # The axis of DeepSpeed's monitors, which count each sample once for each context-parallel rank.
+        engine.global_samples = state.consumed_samples * mpu.get_mesh().context.size
+        return state
+    return TrainState()
 
 
 def _notes_on_flags(reader: CheckpointReader, wanted: Wanted) -> Iterator[str]:
@@ -161,7 +165,8 @@ def _read_and_broadcast(
                     shape = mpu.spec_of(parameter).local_shape
                     value = torch.zeros(shape, dtype=stored_dtype(parameter), device=device)
                 if axis.group is not None:  # None: no other rank holds these parameters
-                    dist.broadcast(value, axis.ranks[reader_rank], group=axis.group)
+                    as_bytes = value.view(-1).view(torch.uint8)  # NCCL and gloo lack some dtypes, such as int16
+                    dist.broadcast(as_bytes, axis.ranks[reader_rank], group=axis.group)
                 yield kind, parameter, value
     if problem:
         raise problem

@@ -51,16 +51,17 @@ def find_start(config: Config, save_dir: str) -> Start:
 
     If any rank fails, or the nodes do not share `save_dir`, every rank raises RunError.
     """
+    folder = to_path(save_dir)
     if num_ranks() > 1:
         from .shared_folder import check_shared
 
-        check_shared(to_path(save_dir), config)
+        check_shared(folder, config)
     load = config.checkpoint.load
     path = None  # this run's own newest checkpoint; None at its first start
     with raise_on_all_ranks():  # Rank 0 alone looks, because a run that is training may replace `latest` meanwhile.
         if is_rank_0():
-            restore_replaced(to_path(save_dir))
-            path = latest_checkpoint(to_path(save_dir))
+            restore_replaced(folder)
+            path = latest_checkpoint(folder)
     path = broadcast_from_rank_0(path)
     # Rank 0 decides, because links may differ between nodes.
     is_load_ignored = broadcast_from_rank_0(ignores_load(path, config, save_dir))
@@ -81,18 +82,13 @@ def find_start(config: Config, save_dir: str) -> Start:
             f"itself; pass another --save, or leave --finetune out to resume"
         )
     elif load and path is None:  # the first start
-        path = _checkpoint_of_load(load, config, save_dir)
+        if broadcast_from_rank_0(may_load_nothing(load, config, save_dir)):
+            print_rank_0(f"note: --load {load} holds no checkpoint yet: the run begins with new weights")
+        else:
+            with raise_on_all_ranks():
+                path = find_checkpoint(load) if is_rank_0() else None
+            path = broadcast_from_rank_0(path)
     return Start(path, wanted)
-
-
-def _checkpoint_of_load(load: str, config: Config, save_dir: str) -> Path | None:
-    """Return the checkpoint that --load names, or None, with a note, if this run may begin without it."""
-    if broadcast_from_rank_0(may_load_nothing(load, config, save_dir)):
-        print_rank_0(f"note: --load {load} holds no checkpoint yet: the run begins with new weights")
-        return None
-    with raise_on_all_ranks():
-        path = find_checkpoint(load) if is_rank_0() else None
-    return broadcast_from_rank_0(path)
 
 
 def resumed_position(start: Start) -> tuple[int, int]:

@@ -86,16 +86,6 @@ def _is_outside_layers(model: Any, name: str) -> bool:
     return name.split(".")[0] not in model.fwd_map  # its keys are the numbers of the layers that are not tied
 
 
-def expected_shapes(parts: list[Part]) -> dict[str, list[int]]:
-    """Return key -> full shape of the tensors that must be saved: weights, and the moments that this rank writes."""
-    shapes = {}
-    for part in parts:
-        kinds = part.kinds if part.is_written_here else [WEIGHT]  # some rank must have written the weight
-        for kind in kinds:
-            shapes[f"{kind}.{part.name}"] = list(mpu.spec_of(part.parameter).full_shape)
-    return shapes
-
-
 def written_values(engine: Any, parts: list[Part]) -> Iterator[tuple[str, Tensor]]:
     """Yield the key and value of each tensor that this rank writes.
 
@@ -211,7 +201,12 @@ class Share:
 
     def report(self) -> Report:
         """Return the report for rank 0."""
-        expected = expected_shapes(self.parts) | self.buffers.expected
+        # Key -> full shape of the tensors that must be saved: buffers, weights, and the moments that this rank writes.
+        expected = self.buffers.expected
+        for part in self.parts:
+            kinds = part.kinds if part.is_written_here else [WEIGHT]  # some rank must have written the weight
+            for kind in kinds:
+                expected[f"{kind}.{part.name}"] = list(mpu.spec_of(part.parameter).full_shape)
         return Report(self.file_reports, expected, self.steps)
 
 

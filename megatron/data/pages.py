@@ -34,16 +34,11 @@ def document_ranges(indexed: "IndexedDataset", documents: range, max_tokens: int
         begin = stop
 
 
-def _memory_owner(array: Any) -> Any:
-    """Return what owns the memory of an array or a view of one."""
-    while isinstance(array, (np.ndarray, memoryview)):
-        array = array.obj if isinstance(array, memoryview) else array.base
-    return array
-
-
 def release_pages(array: NDArray[Any]) -> None:
     """Release the resident pages of the memory map behind `array`; until then they count as memory of this process."""
-    base = _memory_owner(array)
+    base: Any = array  # becomes what owns the memory of an array or a view of one
+    while isinstance(base, (np.ndarray, memoryview)):
+        base = base.obj if isinstance(base, memoryview) else base.base
     if hasattr(base, "release_pages"):  # the tokens of a corpus in object storage
         base.release_pages()
     if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):

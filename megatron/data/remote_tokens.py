@@ -207,10 +207,6 @@ class RemoteTokens:
         """Release the resident pages of all mapped files."""
         self._region.release_pages()
 
-    def _get_block(self, number: int) -> Array:
-        block = self._find_block(number)
-        return self._download_block(number) if block is None else block
-
     def _find_block(self, number: int) -> Array | None:
         """Return a block that is in the cache or in memory, else None."""
         if not self._readable[number]:
@@ -236,8 +232,11 @@ class RemoteTokens:
             flags = os.pread(descriptor, BLOCKS_PER_FILE, BLOCKS_PER_FILE * BLOCK)
             self._readable[first_block : first_block + len(flags)] = flags
 
-    def _download_block(self, number: int) -> Array:
-        """Download a block and store it in the cache, unless another process has just done so; return the block."""
+    def _get_block(self, number: int) -> Array:
+        """Return a block. If it is not in the cache, download and store it, unless another process has just done so."""
+        block = self._find_block(number)
+        if block is not None:
+            return block
         with contextlib.suppress(OSError):  # somebody may have deleted the cache while the run reads from it
             self._folder.mkdir(parents=True, exist_ok=True)
         with file_lock(self._folder / f"{number % BLOCK_LOCKS}.lock"):

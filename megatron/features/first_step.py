@@ -2,8 +2,9 @@
 
 from collections import Counter
 from functools import partial
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import mpu
 from ..config.messages import shorten_list
@@ -22,13 +23,23 @@ class FirstStep(Feature):
 
     def start(self, run: Run) -> None:
         self._run = run
-        trained = [(name, p) for name, p in global_parameters(run.engine.deepspeed.module) if p.requires_grad]
-        self._has_gradient = {name: False for name, _ in trained}
-        self._hooks = [p.register_hook(partial(self._record, name)) for name, p in trained]  # type: ignore[no-untyped-call]
+        engine = run.engine.deepspeed
+        self._trained = [(name, p) for name, p in global_parameters(engine.module) if p.requires_grad]
+        self._received: set[nn.Parameter] = set()  # parameters with a gradient
+        self._hooks: list[Any] = []
+        self._buckets: list[Any] = []
+        if engine.distributed:
+            # The buckets of a DistributedOptimizer know which gradients came. With hooks on its weights, the matmuls
+            # could not add to the gradients, so the first step after a resume would round in another way.
+            self._buckets = engine.distributed.buckets
+        else:
+            for _, p in self._trained:
+                hook = p.register_hook(partial(self._record, p))  # type: ignore[no-untyped-call]
+                self._hooks.append(hook)
         self._done = False
 
-    def _record(self, name: str, gradient: Tensor) -> None:
-        self._has_gradient[name] = True
+    def _record(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        self._received.add(parameter)
 
     def after_step(self, step: StepResult | None, samples: SampleRange) -> None:
         if step is None or self._done:  # only the first step counts
@@ -38,9 +49,12 @@ class FirstStep(Feature):
             device_module.keep_freed_memory(self._run.device)
         for hook in self._hooks:
             hook.remove()
+        for bucket in self._buckets:
+            self._received |= bucket.received
         # A tied weight is on several stages. It is trained if it gets a gradient on at least one of these stages.
         num_stages: Counter[str] = Counter()  # name -> number of stages on which it gets a gradient
-        for stage in gather_objects(self._has_gradient, mpu.get_mesh().pipe):
+        has_gradient = {name: p in self._received for name, p in self._trained}
+        for stage in gather_objects(has_gradient, mpu.get_mesh().pipe):
             num_stages.update(stage)
         without_gradient = [name for name, num in num_stages.items() if not num]
         if without_gradient:

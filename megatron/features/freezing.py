@@ -1,10 +1,8 @@
 """The flag --param-groups, as far as it freezes weights."""
 
-from collections.abc import Sequence
-
 from torch import nn
 
-from ..config.param_groups import ParamRule, describe_rules
+from ..config.param_groups import describe_rules
 from ..engines.param_groups import match_param_rules
 from ..model.parameter_counts import sizes_of_parameters
 from ..ranks.agreement import raise_on_all_ranks
@@ -16,22 +14,18 @@ class Freezing(Feature):
     """Feature that freezes the weights that --param-groups freezes."""
 
     def model(self, model: nn.Module, plan: Plan) -> None:
-        freeze(model, plan.config.optim.param_groups, plan.resolved.param_rules)
+        """Freeze weights, and print how many weights each rule matches. All ranks must call this.
 
-
-def freeze(model: nn.Module, path: str | None, rules: Sequence[ParamRule]) -> None:
-    """Freeze the weights that `rules` freeze, and print how many weights each rule matches. All ranks must call this.
-
-    path: the file of --param-groups, which has the rules.
-    Raises RunError for rules that match no weight of the model, and for rules that freeze all weights.
-    """
-    if path is None:
-        return
-    sizes = sizes_of_parameters(model)
-    with raise_on_all_ranks():
-        lines = describe_rules(path, rules, sizes)
-    for line in lines:
-        print_rank_0(line)
-    for parameter, rule in match_param_rules(model, rules).items():
-        if rule.frozen is not None:
-            parameter.requires_grad_(not rule.frozen)
+        Raises RunError for rules that match no weight of the model, and for rules that freeze all weights.
+        """
+        path = plan.config.optim.param_groups
+        rules = plan.resolved.param_rules
+        assert path is not None  # else the run does not have this feature
+        sizes = sizes_of_parameters(model)
+        with raise_on_all_ranks():
+            lines = describe_rules(path, rules, sizes)
+        for line in lines:
+            print_rank_0(line)
+        for parameter, rule in match_param_rules(model, rules).items():
+            if rule.frozen is not None:
+                parameter.requires_grad_(not rule.frozen)

@@ -35,34 +35,28 @@ class Stragglers(Feature):
         self._run = run
 
     def row(self, interval: Interval) -> dict[str, Any]:
+        """Return the slowest rank of the interval if it is much slower than its peers. All ranks must call this."""
+        # Seconds per iteration in which this rank read data and computed.
         busy = self._run.engine.busy(interval.timed) / max(interval.iterations, 1)
-        found = find_straggler(busy, interval.seconds, self._run.device)
+        world = dist.get_world_size()
+        if world == 1:
+            return {}
+        stage = float(mpu.get_mesh().pipe.rank)
+        own = torch.tensor([busy, interval.seconds, stage], dtype=torch.float64, device=self._run.device)
+        gathered = own.repeat(world)  # the all-gather replaces its values
+        dist.all_gather_into_tensor(gathered, own)
+        # From [ranks, 3] to three lists with all ranks.
+        times, iterations, stages = gathered.view(world, -1).t().tolist()
+        all_ranks = list(zip(times, map(int, stages), strict=True))
+        found = slowest_rank(all_ranks, max(iterations))
         return {"straggler": found._asdict()} if found else {}
-
-
-def find_straggler(seconds: float, iteration: float, device: torch.device) -> Straggler | None:
-    """Return the slowest rank of the last log interval if it is much slower than its peers, else None.
-
-    All ranks must call this and get the same result. A rank's peers are the ranks of its pipeline stage, as stages
-    have different layers. If there are more than two stages of one rank each, a rank's peers are all ranks.
-    seconds: seconds per iteration in which this rank read data and computed.
-    iteration: duration of an iteration in seconds.
-    """
-    world = dist.get_world_size()
-    mesh = mpu.get_mesh()
-    if world == 1:
-        return None
-    own = torch.tensor([seconds, iteration, float(mesh.pipe.rank)], dtype=torch.float64, device=device)
-    gathered = torch.empty(world * len(own), dtype=torch.float64, device=device)
-    dist.all_gather_into_tensor(gathered, own)
-    times, iterations, stages = gathered.view(world, -1).t().tolist()  # from [ranks, 3] to three lists with all ranks
-    all_ranks = list(zip(times, map(int, stages), strict=True))
-    return slowest_rank(all_ranks, max(iterations))
 
 
 def slowest_rank(all_ranks: list[tuple[float, int]], iteration: float) -> Straggler | None:
     """Return the straggler that exceeds the median of its peers by the largest factor; None without a straggler.
 
+    A rank's peers are the ranks of its pipeline stage, as stages have different layers. If there are more than two
+    stages of one rank each, a rank's peers are all ranks.
     all_ranks: (working time in seconds, pipeline stage) of each rank. iteration: duration of an iteration in seconds.
     """
     peer_times: dict[int, list[float]] = defaultdict(list)  # stage -> working times of its ranks

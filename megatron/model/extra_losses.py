@@ -56,8 +56,6 @@ def loss_per_token(loss: "TokenLoss", logits: Any, labels: Tensor) -> Tensor:
     Without gradients, deferred logits are computed in chunks. With gradients, all logits are computed at once,
     because each token's loss may be weighted differently.
     """
-    if isinstance(logits, tuple):
-        logits, _ = logits  # the routers' loss belongs to no single token
     values = evaluate(loss, logits, labels)
     return values[0]  # the losses; with `sample_sums`, values[1] marks wrong tokens
 
@@ -85,7 +83,14 @@ def _evaluate(loss: "TokenLoss", logits: Tensor, labels: Tensor) -> tuple[Tensor
     if loss.is_text is None or torch.is_grad_enabled():
         return values, {}
     is_text = loss.is_text(labels)
-    return values, sum_over_text(loss, logits, labels, losses, is_text)
+    is_correct = mpu.vocab_parallel_right(logits, labels.t(), loss.vocab_size, axis=loss.axis).t()
+    # Sums over text tokens: of the losses, of correct predictions, and of the tokens, scalars in fp64.
+    text_values = {
+        "text_loss": losses * is_text,
+        "text_right": is_correct & is_text,
+        "text_tokens": is_text,
+    }
+    return values, {name: each.sum(dtype=torch.float64) for name, each in text_values.items()}
 
 
 def _evaluate_chunks(loss: "TokenLoss", logits: mpu.DeferredLogits, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -102,20 +107,6 @@ def _evaluate_chunks(loss: "TokenLoss", logits: mpu.DeferredLogits, labels: Tens
     # From [1 or 2, 1, s b] to [1 or 2, s, b] to [1 or 2, b, s].
     all_values = torch.cat(values_by_chunk, dim=2).view(-1, *labels_sb.shape).transpose(1, 2)
     return all_values, {name: torch.stack(chunk_sums).sum() for name, chunk_sums in sums.items()}
-
-
-def sum_over_text(loss: "TokenLoss", logits: Tensor, labels: Tensor, losses: Tensor, text: Tensor) -> dict[str, Tensor]:
-    """Return sums over text tokens: of the losses, of correct predictions, and of the tokens, scalars in fp64.
-
-    logits: [s, b, v/t]. labels, losses, text: [b, s] each.
-    """
-    is_correct = mpu.vocab_parallel_right(logits, labels.t(), loss.vocab_size, axis=loss.axis).t()
-    text_values = {
-        "text_loss": losses * text,
-        "text_right": is_correct & text,
-        "text_tokens": text,
-    }
-    return {name: each.sum(dtype=torch.float64) for name, each in text_values.items()}
 
 
 def reference_losses(

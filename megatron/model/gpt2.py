@@ -55,13 +55,13 @@ class LanguageModel(LayerStack):
         """
         # Logits [s, b, v/t], perhaps deferred (--logits-chunk-size); with experts, in training (logits, routers' loss).
         outputs = self.run(inputs)
+        logits, _ = split_router_loss(outputs)  # the routers' loss only matters as a part of a training loss
         if labels is not None:
             if loss_mask is None:
                 from .extra_losses import loss_per_token
 
-                return loss_per_token(self.loss_fn, outputs, labels)
+                return loss_per_token(self.loss_fn, logits, labels)
             return self.loss_fn(outputs, (labels, loss_mask, extra))
-        logits, _ = split_router_loss(outputs)  # the routers' loss only matters as a part of a training loss
         logits = mpu.whole_logits(logits).transpose(0, 1)  # [b, s, v/t]
         if self.parallel_output:
             return logits

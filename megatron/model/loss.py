@@ -77,7 +77,7 @@ class TokenLoss:
         # Mean over the micro-batches of this step of `count_targets`, which the engine sets, or a function that waits
         # for it. Without an engine, the micro-batch's own number is used. See `scale_router_loss`.
         self.mean_targets: Tensor | Callable[[], Tensor] | None = None
-        # Values of the last micro-batch. Evaluation: sums over text (`sum_over_text`). Training: the summed z-loss.
+        # Values of the last micro-batch. Evaluation: sums over text. Training: the summed z-loss.
         self.aux: dict[str, Tensor] = {}
         # If this is a list, evaluation appends each sample's summed loss and number of wrong predictions as [2, b].
         self.sample_sums: list[Tensor] | None = None

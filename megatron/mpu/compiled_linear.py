@@ -20,7 +20,9 @@ def compiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, 
         x = traced_gather(x, axis, options.sequence_parallel)
     if second_kernel.output:  # then a compiled layer runs all three matmuls in the second kernel
         return _matmul_op(x, weight, bias)  # type: ignore[no-any-return]
-    if options.wgrad_in_graph and _can_accumulate(x, weight):
+    # `_AccumulatingLinear` needs both gradients, and no autocast.
+    needs_both = torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
+    if options.wgrad_in_graph and needs_both and not torch.is_autocast_enabled(x.device.type):
         return _AccumulatingLinear.apply(x, weight, bias)  # type: ignore[no-untyped-call,no-any-return]
     return F.linear(x, weight, bias)  # the compiler chooses its kernel, and autograd accumulates the gradient
 
@@ -70,12 +72,6 @@ def _matmul_op_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _matmul_op.register_autograd(_matmul_op_backward, setup_context=_save_factors)
-
-
-def _can_accumulate(x: Tensor, weight: Tensor) -> bool:
-    """Return whether compiled code may use `_AccumulatingLinear`: both gradients are needed, and autocast is off."""
-    needs_both = torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
-    return needs_both and not torch.is_autocast_enabled(x.device.type)
 
 
 class _AccumulatingLinear(torch.autograd.Function):

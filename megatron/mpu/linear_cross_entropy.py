@@ -50,7 +50,7 @@ class DeferredLogits:
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield (slice of the tokens, logits [c, v/t] of the c tokens in this slice), without gradients."""
         with torch.no_grad():
-            yield from _logits_chunks(self)
+            yield from _logits_chunks(self, _gather_tokens(self))
 
     def summed_loss(
         self, target: Tensor, weights: Tensor, vocab_size: int, z_loss: float = 0.0
@@ -82,9 +82,8 @@ def _gather_tokens(deferred: DeferredLogits) -> Tensor:
     return whole.reshape(-1, whole.shape[-1])
 
 
-def _logits_chunks(deferred: DeferredLogits, hidden: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the items of `DeferredLogits.chunks`. hidden: [n, h], by default gathered here."""
-    hidden = _gather_tokens(deferred) if hidden is None else hidden
+def _logits_chunks(deferred: DeferredLogits, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the items of `DeferredLogits.chunks`. hidden: [n, h], see `_gather_tokens`."""
     for begin in range(0, len(hidden), deferred.chunk):
         x = hidden[begin : begin + deferred.chunk]
         second_kernel = choose_kernels(x, deferred.weight, deferred.options).output

@@ -23,10 +23,6 @@ from . import mappings
 from .current import parallel_context
 from .mesh import Axis
 
-# Newer torch versions have these two collectives under new names.
-_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
 
 def shard_length(length: int, axis: Axis) -> int:
     """Return `length` / number of ranks. Raises ValueError, naming the flags, if the division leaves a remainder."""
@@ -88,7 +84,9 @@ class Pending:
 def start_all_gather(x: Tensor, axis: Axis) -> Pending:
     """Start gathering [s/t, ...] of each rank into [s, ...] on every rank."""
     whole = x.new_empty(x.shape[0] * axis.size, *x.shape[1:])
-    work = _all_gather(whole, x.contiguous(), group=axis.group, async_op=True)
+    # Renamed in torch 2.13. A trace replaces the functions of `dist`, so they are looked up at each call.
+    all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    work = all_gather(whole, x.contiguous(), group=axis.group, async_op=True)
     return Pending(work, whole)
 
 
@@ -105,7 +103,8 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
         work = dist.all_to_all_single(shards, x, group=axis.group, async_op=True)
         return Pending(work, shards, num_shards=axis.size)
     own_shard = x.new_empty(length, *x.shape[1:])
-    work = _reduce_scatter(own_shard, x, group=axis.group, async_op=True)
+    reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+    work = reduce_scatter(own_shard, x, group=axis.group, async_op=True)
     return Pending(work, own_shard)
 
 

@@ -96,9 +96,14 @@ def use_flash_attention(impl: str, device: torch.device) -> None:
 
 def precision_note(device: torch.device, precision: str) -> str | None:
     """Return a note for the user if fp32 matmuls run without the TF32 that this CUDA device has, else None."""
-    if precision != "fp32" or device.type != "cuda" or torch.backends.cuda.matmul.allow_tf32:
+    if precision != "fp32" or device.type != "cuda":
         return None
-    if not has_fast_bf16(device):  # such devices, before Ampere, do not have TF32 either
+    matmul = torch.backends.cuda.matmul
+    try:
+        has_tf32 = matmul.allow_tf32
+    except RuntimeError:  # the user's script has set torch's newer setting
+        has_tf32 = matmul.fp32_precision == "tf32"
+    if has_tf32 or not has_fast_bf16(device):  # devices without fast bf16, before Ampere, do not have TF32 either
         return None
     return (
         "fp32 matmuls run without TF32, which would be several times as fast; TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 turns "

@@ -38,8 +38,8 @@ def world_size() -> int:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks > 1 and "RANK" not in os.environ:
         raise ConfigError(
-            f"WORLD_SIZE={ranks} is in the environment, but RANK is not: set RANK for each process (under srun "
-            "RANK=$SLURM_PROCID), use a launcher, or unset WORLD_SIZE"
+            f"WORLD_SIZE={ranks} is in the environment, but RANK is not: set RANK and LOCAL_RANK for each process "
+            "(under srun RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID), use a launcher, or unset WORLD_SIZE"
         )
     return ranks
 

@@ -30,26 +30,19 @@ def exit_with_error(error: BaseException, config: Config | None, exit_code: int)
     # All ranks get the same flags, so they find the same mistake. But RANK may be impossible on one rank only.
     has_wrong_flags = exit_code == 2 and not isinstance(error, ImpossibleRanks)
     on_all_ranks = has_wrong_flags or isinstance(error, (RunError, MissingInputs, KeyboardInterrupt))
-    print_error(error, config, on_all_ranks)
-    exit_now(INTERRUPTED if isinstance(error, KeyboardInterrupt) else exit_code)
-
-
-def print_error(error: BaseException, config: Config | None, on_all_ranks: bool) -> None:
-    """Print the error on stderr, in one sentence or with one line for each invalid setting.
-
-    on_all_ranks: True if all ranks probably have this error, so that only rank 0 needs to print it.
-    """
+    is_interrupt = isinstance(error, KeyboardInterrupt)
+    exit_code = INTERRUPTED if is_interrupt else exit_code
     text = os.environ.get("RANK", "0")
     rank = int(text) if text.isdecimal() else 0
-    is_interrupt = isinstance(error, KeyboardInterrupt)
-    if rank != 0 and on_all_ranks:
+    if rank != 0 and on_all_ranks:  # only rank 0 needs to print the error
         if is_interrupt:
-            return
+            exit_now(exit_code)
         # The launcher ends all ranks when the first rank exits. So this rank gives rank 0 time to print the error and
         # exit. If this rank still runs after the wait, rank 0 has no error, so this rank prints the error.
         time.sleep(10)
     where = "" if rank == 0 else f" (rank {rank})"
     print(f"{Path(sys.argv[0]).name}{where}: {_error_text(error, config)}", file=sys.stderr)
+    exit_now(exit_code)
 
 
 def end_row(error: BaseException, run: Any) -> dict[str, Any]:

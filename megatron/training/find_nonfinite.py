@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from tds.optimizer_state import local_shard, wait_for_weights
 
 from .. import mpu
+from .._torch import compiled_runs_eagerly
 from ..model.layers import global_parameters
 from ..ranks.objects import gather_objects
 from .data_ranks import read_batches
@@ -76,7 +77,8 @@ def gather_findings(model: nn.Module, recompute: Callable[[], object]) -> list[F
             nonfinite.add(name)
 
     hooks = [p.register_hook(partial(record_nonfinite, name)) for name, p in named if p.requires_grad]  # type: ignore[no-untyped-call]
-    recompute()
+    with compiled_runs_eagerly():  # compiled layers do not call the hooks of all weights
+        recompute()
     for hook in hooks:
         hook.remove()
     # The first in the order of the model, whose last layers the backward pass visits first.

@@ -81,9 +81,12 @@ def load_problems(config: Config) -> Iterator[str]:
     save_dir = save_dir_of(config, Path(run_dir)) if run_dir else config.checkpoint.save
     try:
         # Scripts for Megatron-LM pass the same folder to --save and --load. At the first start, it does not exist.
-        if is_own_folder(load, config, save_dir):
+        if is_own_folder(load, config, save_dir) or to_path(load).exists():
             return
-        if not to_path(load).exists() and not _has_begun(config):
+        # A run that resumes from its own checkpoint does not use --load. Without --run-dir and --save, the run gets a
+        # new directory under runs/.
+        has_begun = save_dir is not None and latest_name(to_path(save_dir))
+        if not has_begun:
             yield f"--load {load} holds no checkpoint: there is no such folder"
     except StorageError as error:
         yield f"--load {load}: {error}"
@@ -100,18 +103,6 @@ def _save_problems(config: Config) -> Iterator[str]:
         probe.unlink()
     except OSError as error:
         yield f"--save {save}: {error}"
-
-
-def _has_begun(config: Config) -> bool:
-    """Return True if the run resumes from its own checkpoint.
-
-    Then --load is not used, so it may name a folder that does not exist.
-    """
-    run_dir = config.log.run_dir
-    save_dir = save_dir_of(config, Path(run_dir or "runs"))
-    # Without both flags, the run gets a new directory under runs/.
-    is_named = (run_dir or config.checkpoint.save) is not None
-    return is_named and bool(latest_name(save_dir))
 
 
 def _corpus_problems(task: Task, config: Config) -> Iterator[str]:

@@ -263,6 +263,20 @@ def compiled_layers_agree() -> str:
     return f"{'; '.join(findings)}; no graph breaks"
 
 
+def whole_runs_train_and_resume() -> str:
+    """Check runs with all that `run` does, and their resumes; layers are compiled where that is the default."""
+    try:
+        import safetensors  # noqa: F401
+    except ImportError:
+        raise Impossible("safetensors is not installed") from None
+    for name, flags in (("GPT-2", GPT2), ("Llama", LLAMA), ("T5", T5)):
+        found = train(f"{flags} {DRY}".replace("--no-compile", ""), whole=True)
+        losses = found["through"]
+        assert len(losses) == 8 and losses[-1] < losses[0] - 0.1, f"{name}: {found}"
+        assert found["halves"] == losses, f"{name}: a resumed run differs: {found}"
+    return "GPT-2, Llama and T5; resumes bit for bit"
+
+
 def kernels_of_a_step() -> str:
     """Return the kernels of an eager and a compiled bf16 step of each family that take most of the time."""
     findings = []
@@ -325,7 +339,8 @@ CHECKS: dict[str, Callable[[], str]] = {
         fp32_equals_the_cpu, bf16_follows_the_cpu_in_fp32, experts_muon_and_fp8_follow_the_cpu,
         fused_functions_agree, attention_kernels_agree, fp16_finds_its_scale,
         recomputation_and_offloading_change_nothing, checkpoints_go_both_ways, an_offloaded_optimizer_agrees,
-        compiled_layers_agree, kernels_of_a_step, packed_attention_agrees, context_kernels_agree,
+        compiled_layers_agree, whole_runs_train_and_resume, kernels_of_a_step,
+        packed_attention_agrees, context_kernels_agree,
         groups_work_in_a_world_of_one, texts_equal_the_cpu, recomputation_saves_memory,
     )
 }  # fmt: skip

@@ -13,6 +13,7 @@ from .checks import CHECKS, Impossible
 SEEN_ELSEWHERE = {
     "recomputation_and_offloading_change_nothing",
     "compiled_layers_agree",
+    "whole_runs_train_and_resume",
     "kernels_of_a_step",
     "fused_functions_agree",
     "bf16_follows_the_cpu_in_fp32",

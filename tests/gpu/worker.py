@@ -1,16 +1,20 @@
 """Do one short training run and print measurements: `python -m tests.gpu.worker '{"flags": ...}'` prints JSON.
 
-With `{"groups": true}` it tries the communication of a run in a world of one rank instead.
+With `{"groups": true}` it tries the communication of a run in a world of one rank instead, and with `"whole": true` it
+runs all of `megatron.training.run`, with its features.
 It needs only torch, DeepSpeed and numpy, and safetensors if it loads or saves checkpoints.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +24,8 @@ from megatron._torch import all_gather_in_graph, all_reduce_in_graph, is_compile
 from megatron.config.command_line import parse
 from megatron.model import global_parameters
 from megatron.ranks import device as device_module
-from megatron.training import start_engine
+from megatron.tokenizer import Tokenizer
+from megatron.training import run, setup, start_engine
 from tds._torch import gather_shares, scatter_sum
 from tds.groups import can_split_world, gather_objects, member_group, new_groups
 from tests.text_task import TextTask
@@ -134,7 +139,59 @@ def train(
     }
 
 
+class CountingTask(TextTask):
+    """A task with data: the samples of `_batches`."""
+
+    def datasets(self, config: Any, tokenizer: Any) -> Any:
+        batches = _batches(config, config.train.train_iters, torch.device("cpu"))
+        samples = [
+            {name: text[i] for name, text in batch.items()} for batch in batches for i in range(len(batch["text"]))
+        ]
+        return (samples, None, None), []
+
+    def batch(self, data: Any, config: Any, tokenizer: Any) -> tuple[Any, Any]:
+        device = device_module.current_device()
+        return super().batch({name: text.to(device) for name, text in data.items()}, config, tokenizer)
+
+
+class Numbers(Tokenizer):
+    """A tokenizer for numbers, which needs no package."""
+
+    name, vocab_size, eod, fingerprint = "numbers", 64, 0, "numbers"
+    specials: ClassVar = {}
+
+    def encode(self, text: str) -> list[int]:
+        return list(map(int, text.split()))
+
+    def decode(self, ids: Any) -> str:
+        return " ".join(map(str, ids))
+
+
+def run_whole(flags: str) -> dict[str, Any]:
+    """Train 8 steps in one start, and again in two; return the losses of both runs."""
+    more = "--train-iters 8 --log-interval 1 --num-workers 0 --no-tensorboard --save-interval 4"
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        vocabulary = Path(folder, "vocab.txt")  # never read, as the run tokenizes nothing
+        vocabulary.touch()
+        setup.load_tokenizer = lambda *_: Numbers()  # type: ignore[assignment]
+        more = f"{more} --vocab-file {vocabulary} --run-dir"
+        for name, starts in (("through", [""]), ("halves", ["--exit-interval 4", ""])):
+            directory = Path(folder, name)
+            for stop in starts:
+                run(CountingTask(), f"{flags} {more} {directory} {stop}".split(), exit=False)
+            rows = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+            found[name] = [row["lm_loss"] for row in rows if "lm_loss" in row]
+    return found
+
+
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
-    print(json.dumps(try_groups() if given.pop("groups", False) else train(**given)), flush=True)
+    function: Any = train
+    for name, other in (("groups", try_groups), ("whole", run_whole)):
+        if given.pop(name, False):
+            function = other
+    with contextlib.redirect_stdout(sys.stderr):
+        result = function(**given)
+    print(json.dumps(result), flush=True)
     os._exit(0)

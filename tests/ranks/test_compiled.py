@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron import mpu
+from megatron._torch import compiled_runs_eagerly
 from megatron.config.command_line import parse
 from megatron.features import compiling
 from megatron.features.compiling import compile_layers, compiler_found
@@ -234,6 +235,15 @@ def test_a_gradient_of_inputs_alone_changes_no_sum(accumulating: Accumulating) -
     assert not sums
     assert x.grad is not None
     torch.testing.assert_close(found, x.grad)
+
+
+def test_hooks_get_the_gradients_of_a_compiled_layer_that_runs_eagerly(accumulating: Accumulating) -> None:
+    layer, x, ids, sums, expected = accumulating
+    sums.hooked = True
+    with compiled_runs_eagerly():
+        layer((x, ids))[0].square().sum().backward()
+    for weight, wanted in zip(sums.weights, expected, strict=True):
+        torch.testing.assert_close(weight.grad, wanted)
 
 
 def test_a_compiled_layer_refuses_a_hook_that_it_cannot_call(accumulating: Accumulating) -> None:

@@ -177,6 +177,24 @@ def test_a_weight_need_not_be_contiguous() -> None:
     assert measured == pytest.approx(by_hand, rel=1e-5)
 
 
+def _measure_frozen_bf16() -> float:
+    """Return the squared norm of a frozen weight in bf16."""
+    model = nn.Linear(768, 1)
+    model.weight = nn.Parameter(torch.full((1, 768), 1.01, dtype=torch.bfloat16), requires_grad=False)
+    optimizer = torch.optim.SGD([model.bias], lr=0.5)
+    config = {"train_batch_size": 4, "gradient_clipping": 0.0}
+    engine, *_ = tds.initialize(model=model, optimizer=optimizer, config=config)
+    norms = StepNorms(engine, {model.weight: 0}, 1, first_replica=True)
+    norms.begin()
+    engine.step()
+    return float(norms.take()[0, 0])
+
+
+def test_norms_of_frozen_weights_are_not_rounded_to_their_dtype() -> None:
+    exact = 768 * torch.tensor(1.01, dtype=torch.bfloat16).double().item() ** 2
+    assert on_ranks(1, _measure_frozen_bf16) == [pytest.approx(exact, rel=1e-6)]
+
+
 def test_a_nan_of_one_rank_is_logged_as_null() -> None:
     for logits, row in on_ranks(2, _one_nan):
         assert math.isnan(logits[0]) and logits[1:] == [3.0, -math.inf]

@@ -1,5 +1,6 @@
 """Average losses are right if replicas return losses of different names, or evaluate different micro-batch counts."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from megatron.engines.without_pipeline import _nonzero_counts, _num_targets
 from megatron.mpu.sequence import Pending
 from megatron.training.evaluation import _evaluation_row
 from tds.losses import Losses
-from tests.checkpoints.runs import Start, make
+from tests.checkpoints.runs import Start, make, run_all
 from tests.conformance.engines import remembered_groups
 from tests.support import on_ranks
 
@@ -212,6 +213,28 @@ def test_the_named_losses_of_training_and_evaluation_are_monitored_apart(tmp_pat
     assert values["eval_loss"] == [51.0, 51.0]
     assert values["eval_text"] == [50.0, 50.0]
     assert values["aux"] == values["eval_aux"] == [1.0, 1.0]
+
+
+def _resumed(folder: str, data: str, vocab_file: str) -> None:
+    settings = Path(folder) / "ds_config.json"
+    monitor = {"csv_monitor": {"enabled": True, "output_path": folder, "job_name": "run"}}
+    settings.write_text(json.dumps(monitor))
+    flags = (
+        f"--deepspeed-config {settings} --pipe-parallel-size 1 --context-parallel-size 2 --precision fp32 "
+        "--batch-size 2 --gas 2 --train-iters 4 --save-interval 2 --exit-interval 2"
+    )
+    start = Start("gpt2", Path(folder) / "run", flags)
+    run_all([start, start], data, vocab_file)
+
+
+def test_deepspeeds_monitors_go_on_counting_samples_after_a_resume(
+    tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
+    """The axis counts each sample once for each context-parallel rank."""
+    on_ranks(2, _resumed, str(tmp_path), tiny_data, vocab_file)
+    lines = (tmp_path / "run" / "Train_Samples_train_loss.csv").read_text().splitlines()
+    values = [line.split(",")[0] for line in lines if line[0].isdigit()]
+    assert values == ["8", "16", "24", "32"]
 
 
 def _evaluated_targets(folder: str, data: str, vocab_file: str) -> list[dict[str, float]]:

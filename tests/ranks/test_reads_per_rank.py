@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from megatron import mpu
 from megatron.checkpointing import CheckpointReader
@@ -20,6 +21,7 @@ from megatron.data.checked import reuse_checks
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.mpu.parameters import ParamSpec
 from megatron.tasks import GPT2
+from megatron.training import Feature
 from megatron.training.data_ranks import reads_data
 from megatron.training.loop import train
 from megatron.training.remote_datasets import RemoteDataset, t5_lengths
@@ -201,6 +203,34 @@ def test_each_number_of_a_checkpoint_is_read_once(
     assert held <= sum(read for read, _, _ in told) <= held + tied, "tied embeddings are read by two stages"
     assert all(drawn and not again for _, drawn, again in told)
     assert all(torch.tensor(losses_of(tmp_path)).isfinite())
+
+
+class Codes(Feature):
+    """Feature that gives the model a frozen parameter of small integers."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def model(self, model: nn.Module, plan: Any) -> None:
+        codes = torch.full((3,), self.value, dtype=torch.int16)
+        self.codes = nn.Parameter(codes, requires_grad=False)
+        model.register_parameter("codes", self.codes)
+
+
+def _codes(folder: Path, data: str, vocab_file: str) -> list[int]:
+    with remembered_groups() as begin:
+        for value, iterations in ((300, 1), (0, 2)):
+            begin()
+            feature = Codes(value)
+            flags = f"--train-iters {iterations} --batch-size 1 --precision fp32"
+            with make(Start("gpt2", folder, flags), data, vocab_file, [feature]) as run:
+                train(run)
+        return feature.codes.tolist()  # type: ignore[no-any-return]
+
+
+def test_ranks_get_integers_from_the_rank_that_reads_them(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    """gloo and NCCL send no int16."""
+    assert on_ranks(2, _codes, tmp_path, tiny_data, vocab_file) == [[300] * 3] * 2
 
 
 def _prompts(path: str) -> list[Any]:

@@ -48,6 +48,23 @@ def test_tf32_is_spoken_of_where_it_could_be_on(monkeypatch: pytest.MonkeyPatch)
     assert device.precision_note(CUDA, "fp32") is None
 
 
+def test_tf32_of_torchs_newer_setting_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Matmul:
+        """Settings of matmuls after a script has set the newer one: torch refuses to read the older one."""
+
+        fp32_precision = "tf32"
+
+        @property
+        def allow_tf32(self) -> bool:
+            raise RuntimeError("mix of the legacy and new APIs")
+
+    monkeypatch.setattr(torch.backends.cuda, "matmul", Matmul())
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+    assert device.precision_note(CUDA, "fp32") is None
+    Matmul.fp32_precision = "ieee"
+    assert device.precision_note(CUDA, "fp32") is not None
+
+
 def test_a_device_before_ampere_is_not_advised_to_use_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
     """V100 and T4 have neither TF32 nor bf16; torch reports bf16 there only with emulation."""
     monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=False))

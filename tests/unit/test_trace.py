@@ -8,15 +8,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron import mpu
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
+from megatron.mpu.sequence import start_all_gather
 from megatron_tools.report.draw_schedule import build_parser, draw_run, main
 from megatron_tools.report.iterations import iterations
 from tds import timeline, trace
+from tds._torch import gather_shares
 from tds.align import bound_offset
 from tds.schedule import Backward, Forward, find_schedule
 from tds.timetable import bubble_fraction, simulate_times
 from tests.sentences import SENTENCES
+from tests.support import on_ranks
 
 CPU = torch.device("cpu")
 
@@ -72,6 +76,23 @@ def test_collectives_are_noted_only_while_somebody_records(tmp_path: Path) -> No
     trace.stop()
     assert (dist.barrier, dist.all_reduce) == before
     assert trace.begin() is None
+
+
+def _gathered(folder: Path) -> list[str]:
+    """Return the names of the collectives that a trace has of gathers over a rank's model-parallel and data axis."""
+    mpu.initialize_model_parallel(1)
+    tracer = trace.Tracer(CPU, folder / "x.json", about(0))
+    trace.start(tracer)
+    tracer.iteration(1)
+    gather_shares(torch.zeros(2), torch.ones(2), mpu.get_data_parallel_group()).wait()
+    start_all_gather(torch.ones(2), mpu.get_mesh().data).wait()
+    trace.stop()
+    return [span.name for span in tracer._current_spans]
+
+
+def test_gathers_are_recorded(tmp_path: Path) -> None:
+    (names,) = on_ranks(1, _gathered, tmp_path)
+    assert [name.startswith("all_gather_") for name in names] == [True, True]
 
 
 def _written(folder: Path, shift_ms: float) -> float:
