@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import os
 import sys
 from pathlib import Path
@@ -23,7 +24,6 @@ def install(library: Path, local_rank: int) -> None:
     """Make CUDA device `local_rank` the accelerator of this process. Call this before torch is imported."""
     assert "torch" not in sys.modules, "the library must register CUDA before torch looks for it"
     os.environ["DS_ACCELERATOR"] = "cuda"  # DeepSpeed would look for libraries of CUDA
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiled code would be Triton's, which needs a GPU
     ctypes.CDLL(str(torch_folder() / "lib" / "libtorch_cpu.so"), mode=ctypes.RTLD_GLOBAL)
     loaded = ctypes.CDLL(str(library))
     loaded.stand_in_set_device(local_rank)
@@ -107,7 +107,7 @@ def _patch_torch(local_rank: int) -> None:
     torch.cuda.nvtx.range_push = lambda *_: None
     torch.cuda.nvtx.range_pop = lambda *_: None
     torch.cuda.nccl.version = lambda: (2, 29, 7)  # for messages of torch about errors of collectives
-    torch.get_device_module = lambda *_: torch.cuda  # type: ignore[assignment]
+    torch.get_device_module = functools.cache(lambda *_: torch.cuda)  # torch.compile reads its `__wrapped__`
     _patch_generators()
     _patch_storage()
 

@@ -268,6 +268,12 @@ Tensor reshape_alias(const Tensor& tensor, IntArrayRef sizes, IntArrayRef stride
 
 Tensor view(const Tensor& tensor, IntArrayRef sizes) { return at::native::view(tensor, sizes); }
 
+// A product of 16-bit matrices that is added to fp32 sums. The CPU has no such kernel.
+Tensor& add_widened_product(const Tensor& sums, const Tensor& left, const Tensor& right, c10::ScalarType dtype,
+                            const c10::Scalar& beta, const c10::Scalar& alpha, Tensor& out) {
+  return at::addmm_out(out, sums, left.to(dtype), right.to(dtype), beta, alpha);
+}
+
 void record_stream(Tensor&, c10::Stream) {}  // memory is free when its last tensor dies
 
 Tensor host_view(const Tensor& tensor) {
@@ -315,6 +321,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("view", &stand_in::view);
   library.impl("_reshape_alias", &stand_in::reshape_alias);
   library.impl("record_stream", &stand_in::record_stream);
+  library.impl("addmm.dtype_out", &stand_in::add_widened_product);
   // Without a kernel of its own, it would run as a loop that reads the offsets (native/GroupedMMUtils.h).
   library.impl("_grouped_mm", torch::CppFunction::makeFromBoxedFunction<&stand_in::run_on_host>());
 }

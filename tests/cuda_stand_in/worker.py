@@ -62,6 +62,21 @@ def _report_before_exit(folder: Path) -> None:
     os._exit = write_and_end  # type: ignore[assignment]
 
 
+def _compile_without_kernels() -> None:
+    """Let torch.compile trace functions and their gradients, and run the graphs by torch's own kernels."""
+    import torch
+
+    from megatron.features import compiling
+
+    compiling.compiler_found = lambda: True
+    torch_compile: Any = torch.compile
+
+    def compile_traced(function: Any, options: Any = None, **more: Any) -> Any:
+        return torch_compile(function, backend="aot_eager_decomp_partition", **more)
+
+    torch.compile = compile_traced
+
+
 def _run(command: list[str]) -> None:
     """Train a model, or run a tool."""
     name, *flags = command
@@ -80,10 +95,15 @@ def main() -> None:
     folder = Path(sys.argv[1])
     library = sys.argv[2] if len(sys.argv) > 2 else None
     command = json.loads((folder / "command.json").read_text())
+    compiles = "--compile" in command
+    if not compiles:
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiled code would be Triton's, which needs a GPU
     if library:
         install(Path(library))
         _count_waits_of_steps()
         _report_before_exit(folder)
+    if compiles:
+        _compile_without_kernels()
     try:
         _run(command)
     finally:
