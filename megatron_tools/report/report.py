@@ -16,7 +16,7 @@ from megatron.config.messages import describe_error
 
 from . import facts
 from .page import page
-from .runs import Row, RunData, named_splits, read_run, samples_per_iteration, short_names
+from .runs import Row, RunData, named_splits, read_run, short_names
 from .timetable import read_timetable
 from .unigram import target_entropies, text_entropy
 
@@ -29,22 +29,20 @@ MARKERS = {"train": None, "valid": "o", "test": "D"}  # kind of data -> marker o
 Curve = tuple[str, str, str, str, str | None]  # split, key, label, colour and marker
 
 
-def unigram_baselines(config: Config, train: list[Row]) -> dict[str, float]:
+def unigram_baselines(config: Config, global_batch: int | None) -> dict[str, float]:
     """Return the unigram entropy of the validation data in nats per token, such as {"validation text": 5.1}.
 
     For a T5, the dict has two entries: one for all target tokens, one for the masked text without sentinels. The dict
-    is empty if the entropy cannot be computed.
+    is empty if the entropy cannot be computed. global_batch: samples in each iteration of an evaluation, if known.
     """
     if not config.is_t5:
         if config.objective == "sft" or config.data.eod_mask_loss:
             return {}  # the loss counts only some of the tokens, so the entropy of all is no baseline
         entropy = text_entropy(config)
         return {} if entropy is None else {"validation text": entropy}
-    if not train or not config.train.eval_iters:
+    if not global_batch or not config.train.eval_iters:
         return {}
-    # Samples of one iteration times the iterations of an evaluation.
-    samples = samples_per_iteration(train) * config.train.eval_iters
-    entropies = target_entropies(config, samples)
+    entropies = target_entropies(config, global_batch * config.train.eval_iters)
     return {} if entropies is None else {"targets": entropies.targets, "masked text": entropies.text}
 
 
@@ -143,7 +141,7 @@ def _read_with_baselines(folder: Path, name: str) -> RunData:
     """Return a run with its unigram baselines. Raises ValueError for a folder that holds no run."""
     run_data = read_run(folder, name)
     try:
-        baselines = unigram_baselines(run_data.config, run_data.rows_of("train"))
+        baselines = unigram_baselines(run_data.config, run_data.global_batch)
     except (ValueError, OSError) as error:  # the corpus or the tokenizer may be gone since the run
         print(f"report.py: no unigram baseline of {folder}: {describe_error(error)}", file=sys.stderr, flush=True)
         return run_data

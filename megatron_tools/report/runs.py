@@ -103,7 +103,7 @@ class RunData:
 
     @property
     def global_batch(self) -> int | None:
-        """Number of samples in an iteration, or in the largest one; None before the first training row."""
+        """Number of samples in an iteration, or in the largest one; None if unknown before the first training row."""
         train = self.rows_of("train")
         if self.config.train.batch_size_schedule:
             return max(self.config.batch_schedule(1).sizes)

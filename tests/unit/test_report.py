@@ -135,6 +135,17 @@ def test_the_number_of_replicas_is_that_of_the_last_iterations(tmp_path: Path) -
     assert layout_label(run) == "no pipeline x data 2 x model 1"
 
 
+def test_baselines_of_a_t5_count_the_samples_of_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluations use batches of the largest size, also while the batches of training are smaller."""
+    flags = f"{FLAGS} --batch-size-schedule 0:8,1M_samples:16 --eval-iters 3".split()
+    run = replace(read_run(made(tmp_path / "a")), config=parse(flags, {"family": "t5"}, 4))
+    counts: list[int] = []
+    monkeypatch.setattr(report, "read_run", lambda *_: run)
+    monkeypatch.setattr(report, "target_entropies", lambda _, samples: counts.append(samples))
+    report._read_with_baselines(run.folder, "a")
+    assert counts == [3 * 16]
+
+
 def test_a_stage_begins_between_the_rows_around_it(tmp_path: Path) -> None:
     """8 samples in each of 100 iterations, then 64: the stage at sample 4000 begins at iteration 150."""
     rows = [
