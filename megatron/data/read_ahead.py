@@ -19,18 +19,18 @@ def read_ahead_of(dataset: Dataset[Any], sampler: Iterable[list[int]]) -> Iterat
     """Yield micro-batches in the order of `sampler`; threads read the next ones meanwhile.
 
     Each thread has a copy of the data set, because data sets may not be used by several threads. The samples must not
-    depend on the random number generators of torch, NumPy and Python.
+    depend on the random number generators of torch, NumPy and Python. An error of a data set is raised as it is.
     """
     thread_state = threading.local()
     pickled = pickle.dumps(dataset)
 
-    def unpickle() -> None:
-        thread_state.dataset = pickle.loads(pickled)
-
     def read_batch(numbers: list[int]) -> Any:
+        # Not in an initializer of the pool, which would replace an error by one without its reason.
+        if not hasattr(thread_state, "dataset"):
+            thread_state.dataset = pickle.loads(pickled)
         return collate([thread_state.dataset[n] for n in numbers])
 
-    pool = ThreadPoolExecutor(THREADS, "read-ahead", initializer=unpickle)
+    pool = ThreadPoolExecutor(THREADS, "read-ahead")
     waiting = deque[Future[Any]]()
     try:
         for numbers in sampler:  # the sampler is endless, so batches are always waiting

@@ -287,6 +287,14 @@ def test_a_cache_that_cannot_be_written_delays_only_the_first_reading(
     assert not np.frombuffer(next((tmp_path / "cache").glob("*/0")).read_bytes()[4 * BLOCK :], np.uint8).any()
 
 
+def test_threads_that_read_ahead_raise_the_error_of_their_data_set(bucket: str, tmp_path: Path) -> None:
+    remote = upload(local_corpus(tmp_path), bucket)
+    dataset = GPT2Dataset(IndexedDataset(remote), range(70), 128, 7, "train")
+    to_path(f"{remote}.bin").write_bytes(b"short")  # the threads of the next evaluation open it
+    with pytest.raises(StorageError, match=f"{remote}.bin"):
+        samples(dataset, read_ahead=True, count=1)
+
+
 def test_a_changed_object_is_refused(bucket: str, tmp_path: Path) -> None:
     remote = upload(local_corpus(tmp_path), bucket)
     indexed = IndexedDataset(remote)
