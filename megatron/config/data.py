@@ -44,7 +44,7 @@ def corpus_prefixes(words: Sequence[str]) -> tuple[str, ...]:
     prefixes: list[str] = []
     previous_word = ""
     for word in words:
-        prefix = " ".join(map(corpus_prefix, split_words(word)))
+        prefix = renamed(word, corpus_prefix)
         # `data/x.idx` after `data/x.bin`: the first file has already added the prefix. But `data/x` after `data/x.bin`,
         # or the same word again, names the corpus twice.
         is_next_file = prefix in prefixes[-1:] and word != previous_word and prefix not in (word, previous_word)
@@ -58,7 +58,7 @@ def renamed(word: str, change: Callable[[str], str]) -> str:
     """Return a word of --data-path, perhaps with a name or a quoted blend, with each prefix changed by `change`."""
     name = ""
     match = NAMED_SET.match(word)
-    if match:
+    if match and not is_corpus(word):  # the prefix of a corpus may contain =
         name = f"{match[1]}="
         word = match[2]
     parts = [part if is_number(part) else change(part) for part in split_words(word)]

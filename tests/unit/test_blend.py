@@ -228,6 +228,13 @@ def test_all_files_of_a_corpus_are_one_prefix(tmp_path: Path, monkeypatch: pytes
     assert corpus_prefixes(["1 " + "a" * 300 + ".bin"]) == ("1 " + "a" * 300,)
 
 
+def test_files_in_the_blend_of_a_named_set_are_prefixes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert corpus_prefixes(["web=a.bin", "books=0.7 b.bin 0.3 c.idx"]) == ("web=a", "books=0.7 b 0.3 c")
+    monkeypatch.chdir(tmp_path)
+    corpus(Path("a=b.bin"), 0, 1)  # a corpus whose name ends like a file of another one
+    assert corpus_prefixes(["a=b.bin"]) == ("a=b.bin",)
+
+
 def draws(kind: str, paths: Any) -> dict[str, list[list[bool]]]:
     """Return by corpus, "a" or "b", where its samples among the first 80 have special tokens or a prefix."""
     special = 60_000
