@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from megatron.atomic import atomic_file, name_in_errors, write_text
+from megatron.atomic import atomic_file, name_in_errors
 
 from .clean import DEFAULT_RULES, RULES, Limits, Outcome, clean
 from .cli import (
@@ -25,10 +25,11 @@ from .cli import (
     positive_int,
     run,
     unreadable_error,
+    write_json,
 )
 from .dedup import ExactDuplicates, fingerprint, shingles
 from .documents import Chunk, counted_documents
-from .files import check_outputs, find_files, is_compressed
+from .files import Source, check_outputs, find_files, is_compressed
 from .near_duplicates import NearDuplicates, minhash_signature
 from .parallel import ordered_map
 from .progress import Progress
@@ -144,10 +145,9 @@ class Report:
         yield f"{'kept':<24}{self.kept:>12,} documents {self.kept_chars:>15,} characters ({share:.1%})"
 
 
-def kept_lines(args: argparse.Namespace, report: Report) -> Iterator[bytes]:
-    """Clean and deduplicate the input, yield each kept document as a line of JSON, and count documents in `report`."""
+def kept_lines(args: argparse.Namespace, sources: list[Source], report: Report) -> Iterator[bytes]:
+    """Clean and deduplicate `sources`, yield kept documents as lines of JSON, and count documents in `report`."""
     seen: dict[str, Any] = {"exact duplicate": ExactDuplicates(), "near duplicate": NearDuplicates(args.similarity)}
-    sources = find_files(args.input, args.encoding)
     # --split cuts the shuffled corpus, so one copy of a document may be trained on and another may be validated on.
     if not args.no_shuffle and any(source.weight > 1 for source in sources):
         print("note: copies are spread over the output; --split would train on documents of its validation part")
@@ -195,6 +195,7 @@ def main(args: argparse.Namespace) -> None:
     if both := set(args.on) & set(args.off):
         raise ValueError(f"--on and --off both name {both.pop()}; leave one of them out")
     check_outputs(args.input, [args.output, args.dropped], args.encoding)
+    sources = find_files(args.input, args.encoding)  # before temporary files lie in an input folder
     output.parent.mkdir(parents=True, exist_ok=True)
     # After an error in this block, existing files of both names remain unchanged, else they are replaced at its end.
     with atomic_file(output) as temporary, ExitStack() as dropped_stack:
@@ -210,7 +211,7 @@ def main(args: argparse.Namespace) -> None:
             file: Any = plain
             if output.suffix == ".gz":  # without the time and the temporary name, so that equal runs write equal files
                 file = stack.enter_context(gzip.GzipFile(output.stem, "wb", fileobj=plain, mtime=0))
-            lines = kept_lines(args, report)
+            lines = kept_lines(args, sources, report)
             if not args.no_shuffle:
                 lines = shuffled(lines, args.seed, str(output.parent))
             for line in lines:
@@ -218,8 +219,7 @@ def main(args: argparse.Namespace) -> None:
         content = report.content()
         if not report.kept:  # an error here leaves an existing output unchanged
             raise InputError(f"every document of {', '.join(args.input)} was dropped: {content['dropped']}")
-    report_text = json.dumps(content, indent=2, ensure_ascii=False)
-    write_text(f"{output}.report.json", report_text)
+    write_json(f"{output}.report.json", content)
     print("\n".join([*report.lines(), f"-> {output}"]))
 
 

@@ -251,6 +251,12 @@ def test_equal_runs_write_equal_compressed_files(tmp_path: Path, capsys: pytest.
     assert "--split" in capsys.readouterr().out, "a note on copies in training and validation"
 
 
+def test_an_output_in_the_folder_of_the_input_is_no_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x.jsonl").write_text(json.dumps({"text": CHINESE}) + "\n")
+    cleaned("--input", str(tmp_path), "--output", f"{tmp_path}/y.jsonl", "--dropped", f"{tmp_path}/z.jsonl")
+    assert capsys.readouterr().err == "", "no file of the folder is skipped"
+
+
 @pytest.mark.parametrize("flags", [("--script", "Latin"), ("--dropped", "d.jsonl.gz")])
 def test_flags_of_cleaning_without_effect_are_refused(flags: tuple[str, str], tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text(json.dumps({"text": CHINESE}) + "\n")
