@@ -114,7 +114,7 @@ def _encode_texts(texts: list[str]) -> PairTokens:
         split = split_sentences(text) if _Worker.args.split_sentences else [text]
         pieces += split
         counts.append(len(split))
-    encoded = _Worker.tokenizer.encode_batch(pieces)
+    encoded = _encode_distinct(pieces)
     # Documents of 2 and 3 sentences end before sequences 2 and 5 and begin with sequences 0 and 2.
     ends = np.cumsum(counts, dtype=np.int64)
     if len(_Worker.eod):
@@ -125,6 +125,14 @@ def _encode_texts(texts: list[str]) -> PairTokens:
             encoded[first] = np.append(_Worker.start, encoded[first])
     dtype = best_dtype(_Worker.tokenizer.vocab_size)
     return _concatenate(encoded, dtype, counts)
+
+
+def _encode_distinct(texts: Sequence[str]) -> list[NDArray[np.int32]]:
+    """Return the ids of each text. Equal texts, as the copies of FILE@50 are, take the memory of one."""
+    distinct = list(dict.fromkeys(texts))
+    encoded = _Worker.tokenizer.encode_batch(distinct)
+    ids_of = dict(zip(distinct, encoded, strict=True))
+    return [ids_of[text] for text in texts]
 
 
 def _concatenate(sequences: list[NDArray[Any]], dtype: DTypeLike, counts: Sequence[int]) -> PairTokens:
@@ -152,7 +160,7 @@ def _mask_spans(chunk: Chunk, texts: list[str]) -> list[PairTokens]:
     args = _Worker.args
     vocab_size = _Worker.tokenizer.vocab_size
     columns: tuple[list[NDArray[np.int64]], ...] = ([], [], [])
-    encoded = _Worker.tokenizer.encode_batch(texts)
+    encoded = _encode_distinct(texts)
     for number, ids in enumerate(encoded):
         seed = (args.seed, chunk.source.number, chunk.start, number)
         whole = np.concatenate([_Worker.start, ids, _Worker.eod])

@@ -152,7 +152,7 @@ def kept_lines(args: argparse.Namespace, sources: list[Source], report: Report) 
     if not args.no_shuffle and any(source.weight > 1 for source in sources):
         print("note: copies are spread over the output; --split would train on documents of its validation part")
     pending = all_chunks(args, sources)
-    with Progress[bytes](unit="B", unit_scale=True, desc="cleaning", disable=args.quiet) as progress:
+    with Progress(unit="B", unit_scale=True, desc="cleaning", disable=args.quiet) as progress:
         for cleaned in ordered_map(clean_chunk, pending, args.workers, _start_worker, (args,), args.ray):
             for bad in cleaned.bad:
                 if args.on_error == "stop":

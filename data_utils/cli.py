@@ -18,7 +18,7 @@ from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 from megatron.atomic import atomic_file, write_text
-from megatron.config.data import corpus_prefix
+from megatron.config.data import corpus_prefix, is_number
 from megatron.config.fields import at_least, between, more_than
 from megatron.config.messages import describe_error, format_problems
 from megatron.packages import pip_install
@@ -81,7 +81,7 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             names = []
             for word in unknown:
-                if word.startswith("-") and not is_number(word):
+                if word.startswith("-") and not is_number(word):  # such as -1
                     names.append(word.split("=")[0])
             # Other unknown words may be values of unknown flags, so the first one is reported only without such flags.
             if not names:
@@ -147,14 +147,6 @@ def unknown_flag_hint(name: str, known: Sequence[str]) -> str:
     if counterpart in known:
         return f"; did you mean {counterpart}?"
     return suggest_flag(name, known, all_foreign=False)
-
-
-def is_number(word: str) -> bool:
-    """Return whether a word such as `-1` is a number rather than a flag."""
-    with contextlib.suppress(ValueError):
-        # NaN differs from itself, so the word `nan` is no number.
-        return float(word) == float(word)
-    return False
 
 
 def number_type(check: Callable[[Any], str | None], kind: Callable[[str], float] = float) -> Callable[[str], Any]:

@@ -155,7 +155,7 @@ def _tokenize_chunks(
     """Tokenize the chunks that the journal does not list as done. fingerprint: that of the tokenizer."""
     num_done = output.counts["chunks"]
     pending = itertools.islice(all_chunks(args, sources), num_done, None)
-    progress = Progress[bytes](
+    progress = Progress(
         total=_total_bytes(sources), initial=output.counts["source_bytes"], unit="B", unit_scale=True,
         desc="tokenizing", disable=args.quiet,
     )  # fmt: skip

@@ -3,17 +3,14 @@
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from tqdm import tqdm
 
 LINE_SECONDS = 30.0  # seconds between two lines if stderr is not a terminal
 
 
-T = TypeVar("T")
-
-
-class Progress(Generic[T]):
+class Progress:
     """Progress of an iterable, or of work reported with `update`.
 
     total: number of all units of work, None if unknown. initial: number of units that an earlier run did.
@@ -22,7 +19,7 @@ class Progress(Generic[T]):
 
     def __init__(
         self,
-        items: Iterable[T] = (),
+        items: Iterable[Any] = (),
         *,
         desc: str,
         unit: str,
@@ -68,13 +65,13 @@ class Progress(Generic[T]):
         self._note = f", {note}"
         self._bar.set_postfix_str(note)
 
-    def __iter__(self) -> Iterator[T]:
+    def __iter__(self) -> Iterator[Any]:
         with self:
             for item in self._items:
                 yield item
                 self.update()
 
-    def __enter__(self) -> "Progress[T]":
+    def __enter__(self) -> "Progress":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -73,9 +73,9 @@ def split_words(word: str) -> list[str]:
 
 
 def is_number(word: str) -> bool:
-    """Return whether a word of --data-path is a weight, not the prefix of a corpus."""
+    """Return whether a word is a number, such as a weight of --data-path. The word `nan` is none."""
     try:
-        return float(word) == float(word)  # False for the word nan, which may name a corpus
+        return float(word) == float(word)  # NaN differs from itself; the word may name a corpus
     except ValueError:
         return False
 

@@ -87,7 +87,7 @@ def test_a_tool_writes_no_carriage_return_into_a_log(
 ) -> None:
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     assert list(progress.Progress([1, 2], desc="scoring", unit=" documents")) == [1, 2]
-    with progress.Progress[int](desc="tokenizing", unit="B", total=4000, initial=1000) as bar:
+    with progress.Progress(desc="tokenizing", unit="B", total=4000, initial=1000) as bar:
         bar.set_note("5k tokens/s")
         bar.update(1000)
     assert list(progress.Progress([1], desc="scoring", unit=" documents", disable=True)) == [1]

@@ -1,14 +1,18 @@
 """A weight below 1 selects a random subset of a file; selections are independent across seeds, files and documents."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from data_utils import chunk_tokens, preprocess_data
 from data_utils.documents import chunks, documents, read_texts
 from data_utils.files import Source
 from data_utils.train_tokenizer import sample_documents
+from megatron.tokenizer import Tokenizer, load_tokenizer
 
 LINES = 4096
 SEEDS = (1234, 1235, 1236, 1237, 1238, 1250, 2234, 0, 1)
@@ -79,3 +83,31 @@ def test_the_text_for_a_tokenizer_is_as_long_as_asked_for(longest_first: bool) -
 
 def test_a_tokenizer_reads_the_half_that_a_corpus_does(lines: Path) -> None:
     assert [int(text) for text in read_texts([f"{lines}@0.5"], seed=7)] == np.flatnonzero(taken(lines, 7)).tolist()
+
+
+@pytest.mark.parametrize("objective", ["text", "cpm-t5"])
+def test_copies_are_encoded_once(
+    objective: str, tmp_path: Path, vocab_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FILE@3 takes the memory of FILE in the tokenizer, and gives the tokens of a file with each document thrice."""
+    tokenizer = load_tokenizer(vocab_file)
+    encode_batch = type(tokenizer).encode_batch
+    encoded: list[str] = []
+
+    def recorded(self: Tokenizer, texts: Sequence[str]) -> list[Any]:
+        encoded.extend(texts)
+        return encode_batch(self, texts)
+
+    monkeypatch.setattr(type(tokenizer), "encode_batch", recorded)
+    flags = f"--input - --output-prefix x --vocab-file {vocab_file} --objective {objective}".split()
+    chunk_tokens.start_worker(preprocess_data.build_parser().parse_args(flags), tokenizer.fingerprint)
+    texts = ["春眠不觉晓，处处闻啼鸟。", "夜来风雨声，花落知多少。"]
+    (tmp_path / "x.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
+    (tmp_path / "thrice.jsonl").write_text("".join(3 * f'{{"text": "{text}"}}\n' for text in texts))
+    (chunk,) = chunks(Source(f"{tmp_path}/x.jsonl", 3.0))
+    copies = chunk_tokens.tokenize(chunk).parts
+    assert encoded == texts
+    (chunk,) = chunks(Source(f"{tmp_path}/thrice.jsonl"))
+    for part, expected in zip(copies, chunk_tokens.tokenize(chunk).parts, strict=True):
+        for name in part._fields:
+            np.testing.assert_array_equal(getattr(part, name), getattr(expected, name))
