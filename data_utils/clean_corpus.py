@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from megatron.atomic import atomic_file, name_in_errors
+from megatron.atomic import name_in_errors
 
 from .clean import DEFAULT_RULES, RULES, Limits, Outcome, clean
 from .cli import (
@@ -29,7 +29,7 @@ from .cli import (
 )
 from .dedup import ExactDuplicates, fingerprint, shingles
 from .documents import Chunk, counted_documents
-from .files import Source, check_outputs, find_files, is_compressed
+from .files import Source, check_outputs, find_files, is_compressed, new_file
 from .near_duplicates import NearDuplicates, minhash_signature
 from .parallel import ordered_map
 from .progress import Progress
@@ -196,13 +196,11 @@ def main(args: argparse.Namespace) -> None:
         raise ValueError(f"--on and --off both name {both.pop()}; leave one of them out")
     check_outputs(args.input, [args.output, args.dropped], args.encoding)
     sources = find_files(args.input, args.encoding)  # before temporary files lie in an input folder
-    output.parent.mkdir(parents=True, exist_ok=True)
     # After an error in this block, existing files of both names remain unchanged, else they are replaced at its end.
-    with atomic_file(output) as temporary, ExitStack() as dropped_stack:
+    with new_file(output) as temporary, ExitStack() as dropped_stack:
         dropped = None
         if args.dropped:
-            Path(args.dropped).parent.mkdir(parents=True, exist_ok=True)
-            part = dropped_stack.enter_context(atomic_file(args.dropped))
+            part = dropped_stack.enter_context(new_file(args.dropped))
             dropped = dropped_stack.enter_context(open(part, "w", encoding="utf-8"))
         report = Report(dropped)
         # An error while the output is written has no file name, and gets that of the first context that it leaves.

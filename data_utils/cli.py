@@ -17,7 +17,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NoReturn
 
-from megatron.atomic import atomic_file, write_text
+from megatron.atomic import write_text
 from megatron.config.data import corpus_prefix, is_number
 from megatron.config.fields import at_least, between, more_than
 from megatron.config.messages import describe_error, format_problems
@@ -27,7 +27,7 @@ from megatron.streams import NAMES, NamedStdout, guard_streams, raise_open_files
 from megatron_compat.flags.translate import suggest_flag
 
 from .documents import MAX_DOCUMENT_BYTES, Chunk, chunks
-from .files import Source
+from .files import Source, new_file
 from .missing import MissingFiles, check_inputs_exist
 
 
@@ -301,8 +301,7 @@ def new_figure(feature: str, **kwargs: Any) -> Any:
 
 def save_figure(figure: Any, path: str | Path, **kwargs: Any) -> None:
     """Write a figure of matplotlib as a PNG, atomically."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with atomic_file(path) as temporary:
+    with new_file(path) as temporary:
         figure.savefig(temporary, format="png", **kwargs)
 
 

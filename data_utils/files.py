@@ -1,13 +1,16 @@
-"""Selection of input files: which files are read, and in which order."""
+"""Selection of input files (which files are read, and in which order), and creation of output files."""
 
 import glob
 import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
+
+from megatron.atomic import atomic_file
 
 from .streams import COMPRESSED, InputError, detect_encoding, is_utf8
 
@@ -243,6 +246,12 @@ def _check_file(path: str) -> None:
         raise InputError(f"{path} is not of a supported type; supported are {SUPPORTED}")
     if not os.access(path, os.R_OK):
         raise InputError(f"cannot read {path}: no permission")
+
+
+def new_file(path: str | Path) -> AbstractContextManager[Path]:
+    """Return `atomic_file(path)`; create the folder of the file if it is missing."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    return atomic_file(path)
 
 
 def is_compressed(path: str) -> bool:

@@ -38,20 +38,24 @@ def read_sidecar(prefix: str) -> dict[str, Any]:
     return {}
 
 
-def check_output(prefix: str, sources: Sequence[str] = (), endings: Iterable[str] = ("", LOSS_SUFFIX)) -> None:
+def check_output(prefix: str, sources: Sequence[str] = (), endings: Iterable[str] = ()) -> None:
     """Raise ValueError if a new corpus would overwrite files that are not an older corpus of the same kind.
 
-    sources: prefixes of the corpora from which it is made. endings: of the pairs of the new corpus.
+    sources: prefixes of the corpora from which it is made, which have pairs of the same endings. endings: those of the
+    pairs of a corpus without sources.
     """
     names = [prefix + ending for ending in endings]
     source_paths = []
     for source in sources:
-        source_paths += [to_path(pair).resolve() for pair in pair_prefixes(source)]
+        for pair in pair_prefixes(source):
+            source_paths.append(to_path(pair).resolve())
+            names.append(prefix + pair.removeprefix(source))
     for name in names:
         if Path(name).resolve() in source_paths:
             raise ValueError(f"{name} is one of the given pairs; choose another --output")
-    # A masked corpus for T5 and an ordinary one of the same prefix would have the same sidecar.
-    for other in (prefix, f"{prefix}_context"):
+    # A masked corpus for T5 and an ordinary one of the same prefix would have the same sidecar. An old loss mask would
+    # count as that of the new corpus.
+    for other in (*pair_prefixes(prefix), f"{prefix}_context"):
         if other not in names and os.path.exists(f"{other}.idx"):
             raise ValueError(f"{other}.idx is of another corpus with the sidecar {prefix}.json; choose another name")
     path = f"{prefix}.json"

@@ -9,16 +9,16 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
-from megatron.atomic import atomic_file
 from megatron.tokenizer.base import TokenizerError, byte_piece
 from megatron.tokenizer.cpm import NEWLINE, SPACE, join_words
 from megatron.tokenizer.hf import import_tokenizers
 from megatron.tokenizer.model_proto import with_rounded_scores
 from megatron.tokenizer.segment import SEPARATOR, segmenter
 from megatron.tokenizer.sentencepiece import EOD
+
+from .files import new_file
 
 LONGEST_LINE = 16384  # characters; longer lines are split, as sentencepiece's trainer silently drops them
 # Unigram scores are rounded to multiples of STEP. Some texts have several segmentations with the same score, such as
@@ -227,6 +227,5 @@ def train_byte_bpe(texts: Iterable[str], output: str, vocab_size: int, kind: str
 
 
 def _write(path: str, content: bytes) -> None:
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with atomic_file(path) as temporary:
+    with new_file(path) as temporary:
         temporary.write_bytes(content)

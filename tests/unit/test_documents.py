@@ -202,6 +202,21 @@ def test_a_merged_corpus_replaces_neither_text_nor_keeps_an_old_sidecar(tmp_path
     assert IndexedDataset(output).num_tokens == 22 and not sidecar.exists()
 
 
+@pytest.mark.parametrize("words", [["merge"], ["drop", "1"]])
+def test_no_corpus_is_written_beside_the_loss_mask_of_an_older_one(tmp_path: Path, words: list[str]) -> None:
+    """The mask would count as that of the new corpus."""
+    old = write(tmp_path / "old", 1, [3] * 4)
+    new = write(tmp_path / "new", 2, [3] * 4)
+    for ending in ("bin", "idx"):
+        Path(f"{new}_loss.{ending}").unlink()
+    with pytest.raises(ValueError, match=f"{old}_loss"):
+        run(words[0], new, *words[1:], "--output", old)
+    assert IndexedDataset(old)[0][0] == 1000
+    run(words[0], old, *words[1:], "--output", new)  # a corpus with a mask replaces one without it
+    run(words[0], old, *words[1:], "--output", new)
+    assert IndexedDataset(f"{new}_loss").num_documents == IndexedDataset(new).num_documents
+
+
 @pytest.mark.parametrize(("second", "fits"), [({}, True), ({"append_eod": False}, False), ({"eod": 6}, False)])
 def test_documents_of_a_merged_corpus_end_alike(tmp_path: Path, second: dict[str, Any], fits: bool) -> None:
     pairs = [write(tmp_path / "a", 1, [3] * 4), write(tmp_path / "b", 2, [5] * 2)]
