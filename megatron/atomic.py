@@ -73,6 +73,15 @@ def private_temp_folder(name: str) -> Path:
     return path
 
 
+def fsync_path(path: Path) -> None:
+    """Flush a file, or the entries of a folder, to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 @contextmanager
 def file_lock(path: Path) -> Iterator[None]:
     """Hold a lock among the processes of this node. path: its file, on local disk, as some shared disks lack locks."""
@@ -133,9 +142,8 @@ def write_text(path: str | Path, text: str, synced: bool = False, temporary: Pat
         temporary_path.unlink(missing_ok=True)
         with open(temporary_path, "x", encoding="utf-8") as file:
             file.write(text)
-            if synced:
-                file.flush()
-                os.fsync(file.fileno())
+        if synced:
+            fsync_path(temporary_path)
 
 
 @contextmanager

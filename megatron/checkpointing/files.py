@@ -1,11 +1,10 @@
 """The files of a checkpoint, and their atomic publication."""
 
 import contextlib
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..atomic import write_text
+from ..atomic import fsync_path, write_text
 from ..storage import RemotePath
 from .checksums import SHA256, Checksum, checksum_algorithm
 
@@ -18,15 +17,6 @@ BUFFER = "buffer"  # a persistent buffer has the key `buffer.<name>`
 
 class CheckpointError(ValueError):
     """A checkpoint is missing, damaged, or belongs to another model; the message names its path."""
-
-
-def fsync_path(path: Path) -> None:
-    """Flush a file, or the entries of a folder, to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def temporary_folder(final: Path) -> Path:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..atomic import atomic_file, file_lock, private_temp_folder, temporary_name
+from ..atomic import atomic_file, file_lock, fsync_path, private_temp_folder, temporary_name
 from .pages import Arrays
 
 if TYPE_CHECKING:
@@ -107,6 +107,8 @@ def _create(candidates: list[Path], arrays: Arrays, size: int, fill: FillArrays)
             continue
         with atomic_file(path, temporary) as new_file:
             fill(_map_views(new_file, arrays, "r+"))
+            # A machine may lose power. Without this, the file could have its size, but zeros instead of its content.
+            fsync_path(new_file)
         return path
     raise AssertionError("unreachable")
 

@@ -197,6 +197,25 @@ def test_a_large_epoch_is_a_file_that_all_map(
     assert "every process keeps a copy in memory" in capsys.readouterr().err
 
 
+def test_the_order_of_a_large_epoch_is_on_the_disk_before_it_has_its_name(
+    indexed: IndexedDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power failure, a file of the right size must not contain zeros."""
+    monkeypatch.setattr("megatron.data.sample_order.SMALL_EPOCH", 50)
+    flushed: dict[int, bytes] = {}  # inode -> content
+    fsync = os.fsync
+
+    def recorded(file: int) -> None:
+        fsync(file)
+        status = os.fstat(file)
+        flushed[status.st_ino] = os.pread(file, status.st_size, 0)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    GPT2Dataset(indexed, range(100), 16, 1, "train")[0]
+    (path,) = Path(f"{indexed.prefix}.orders").glob("*.order")
+    assert flushed[path.stat().st_ino] == path.read_bytes()
+
+
 def _first(prefix: str, folder: str, ready: Barrier, made: "Synchronized[int]") -> list[int]:
     import megatron.data.sample_order as module
 
