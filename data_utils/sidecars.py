@@ -33,8 +33,7 @@ def read_sidecar(prefix: str) -> dict[str, Any]:
     for name in (prefix, corpus_prefix):
         path = to_path(f"{name}.json")
         if path.is_file():
-            content: dict[str, Any] = read_json(path, dict)
-            return content
+            return read_json(path, dict)
     return {}
 
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from json import JSONDecodeError
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 MAX_NESTING = 100  # levels of objects and lists; a tokenizer.json has about 20
 MAX_DIGITS = 300  # digits of an integer, which then fits a float
 MAX_SHOWN = 120  # characters of a value in a message
@@ -68,8 +69,8 @@ def parse_json(text: str, where: str, kind: type | None = None, constants: bool 
     return content
 
 
-def read_json(path: Path, kind: type | None = None) -> Any:
-    """Return the content of the JSON file `path`; see `parse_json`.
+def read_json(path: Path, kind: type[T]) -> T:
+    """Return the content of the JSON file `path`, which is of type `kind`; see `parse_json`.
 
     Raises JsonError, which names the file, and OSError.
     """
@@ -77,7 +78,8 @@ def read_json(path: Path, kind: type | None = None) -> Any:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise JsonError(f"{path} is {why_unreadable(error)}") from None
-    return parse_json(text, str(path), kind)
+    content: T = parse_json(text, str(path), kind)
+    return content
 
 
 def read_lines(path: str) -> Iterator[str]:
@@ -136,7 +138,7 @@ def _reject_duplicates(where: str, pairs: list[tuple[str, Any]]) -> dict[str, An
     if len(content) == len(pairs):  # each key occurs once
         return content
     # The message names the first key that occurs again, with the first two of its values.
-    seen: set[str] = set()
+    seen = set()
     repeated = ""
     for key, _ in pairs:
         if key in seen:

@@ -147,8 +147,7 @@ class RemotePath(PosixPath):
 
     def info(self) -> dict[str, Any]:
         """Return what the storage knows of the object. Raises FileNotFoundError if there is none."""
-        found: dict[str, Any] = self.request("look for", lambda fs, url: fs.info(url))
-        return found
+        return self.request("look for", lambda fs, url: fs.info(url))
 
     def stamp(self) -> tuple[int, str]:
         """Return (size in bytes, version) of the object; the version changes with the object's content."""
@@ -208,8 +207,7 @@ class RemotePath(PosixPath):
         if begin >= end:
             return b""
         size = end - begin
-        data: bytes = self.request("read", lambda fs, url: _check_size(fs.cat_file(url, start=begin, end=end), size))
-        return data
+        return self.request("read", lambda fs, url: _check_size(fs.cat_file(url, start=begin, end=end), size))
 
     def read_bytes(self) -> bytes:
         """Return the content of the object."""

@@ -169,8 +169,8 @@ def _parse_blend(data: Any, where: str) -> list[Pair]:
 
 def _checked_stage(begin: int, unit: str, pairs: Sequence[Pair], where: str) -> Stage:
     """Return a stage without the corpora of weight 0. Raises ConfigError for an invalid blend."""
-    blend: list[Pair] = []
-    seen: set[str] = set()
+    blend = []
+    seen = set()
     name = Stage(begin, unit, ()).name
     for weight, word in pairs:
         prefix = word if is_url(word) else os.path.normpath(word)

@@ -60,7 +60,7 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
         raise_first_problem(compile_conflicts(config, zero_stage))
     clip_grad = float(_first_given(config.optim.clip_grad, file_values.clip_grad, 1.0))
     notes = list(file_values.notes)
-    zero1_keys: set[str] = set()
+    zero1_keys = set()
     if content:
         from .ds_notes import keys_read_by_zero1, notes_on_keys
 

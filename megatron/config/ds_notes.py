@@ -114,7 +114,7 @@ def _ineffective_in_bf16(keys: Keys, precision: str, zero: int, offloads: bool) 
 def keys_read_by_zero1(given: Keys, precision: str, zero: int) -> set[str]:
     """Return the keys of the file, besides the stage and the number format, that DeepSpeed's ZeRO 1 would read."""
     ineffective = ineffective_keys(given, precision, zero)
-    effective: set[str] = set()
+    effective = set()
     for section, resolved_key in (("zero_optimization", "stage"), ("bf16", "enabled")):
         effective.update(given.get(section, {}))  # adds the keys of the section
         effective.discard(resolved_key)

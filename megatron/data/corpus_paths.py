@@ -56,7 +56,7 @@ def _parse_distinct(words: str | Words) -> list[tuple[str | None, str]]:
     `parse_blend` accepts such a blend because old checkpoints may contain it.
     """
     blend = parse_blend(words)
-    seen: set[str] = set()
+    seen = set()
     for _, prefix in blend:
         path = prefix if is_url(prefix) else os.path.normpath(prefix)
         if path in seen:

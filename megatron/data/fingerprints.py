@@ -100,9 +100,8 @@ def made_with(prefix: str) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        metadata: dict[str, Any] = read_json(path, dict)
+        return read_json(path, dict)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{path} is damaged ({error}); copy it again or rebuild the corpus with tools/preprocess_data.py"
         ) from None
-    return metadata

@@ -78,7 +78,7 @@ def token_nats(
 ) -> list[float]:
     """Return the negative log-likelihood of each token after the first, in nats. max_length, stride: see `windows`."""
     tokens = torch.tensor([ids], dtype=torch.int64, device=device)
-    nats: list[float] = []
+    nats = []
     for window in windows(len(ids), max_length, stride):
         piece = tokens[:, window.start : window.end]  # [1, s]
         logits = logits_of(piece[:, :-1])[0].float()  # [s - 1, v]

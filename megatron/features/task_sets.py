@@ -28,7 +28,7 @@ class TaskSet(NamedTuple):
 def read_tasks(config: Config, tokenizer: Tokenizer) -> list[TaskSet]:
     """Return the tasks of --eval-tasks. Raises ValueError for invalid words and files, and without lm-eval."""
     task_sets = [_read_word(word, config, tokenizer) for word in config.train.eval_tasks or ()]
-    names: set[str] = set()
+    names = set()
     for each in task_sets:
         # The set of a cloze file has a name and no tasks, any other has the names of its lm-eval tasks.
         for name in (each.name, *each.tasks):

@@ -67,7 +67,7 @@ def build_writers(config: Config, run_dir: Path, iteration: int) -> list[Writer]
         SwanLab: log.swanlab,
         MLflow: log.mlflow,
     }
-    started: list[Writer] = []
+    started = []
     for writer_class, is_requested in wanted.items():
         if not is_requested:
             continue

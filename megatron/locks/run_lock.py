@@ -126,7 +126,7 @@ class RunLock:
             raise
 
     def _make_folders(self, folder: Path) -> None:
-        missing: list[Path] = []
+        missing = []
         for parent in (folder, *folder.parents):
             if parent.exists():
                 break

@@ -89,7 +89,7 @@ def _build_document_pieces(documents: Documents) -> Pieces | None:
         return None  # attention in both directions within a prefix needs a mask
     key_ids = query_ids if given_key_ids is None else given_key_ids
     length = key_ids.shape[1]
-    finished: list[Piece] = []
+    finished = []
     each_key_once = True
     for row in range(len(query_ids)):
         query_spans = document_spans(query_ids[row])
@@ -135,7 +135,7 @@ def _context_pieces(views: ContextViews, num_rows: int) -> Pieces | None:
 
 def _build_context_pieces(views: ContextViews, num_rows: int) -> Pieces | None:
     """Build the result of `_context_pieces`; None if a document is split."""
-    pieces: list[Piece] = []
+    pieces = []
     if views.within_documents:
         for row in range(num_rows):
             documents = document_spans(views.ids[row])
@@ -155,7 +155,7 @@ def _pieces_of_slices(views: ContextViews, row: slice, documents: list[tuple[int
     documents: begin and end of each document. A piece numbers its queries within this rank's tokens, but its keys
     within the whole sequence.
     """
-    finished: list[Piece] = []
+    finished = []
     for slice_index, (begin, end) in enumerate(views.slices):
         # Add this to a token's index in the sequence to get its index among this rank's tokens. For example, this rank
         # holds the slices (0, 4) and (12, 16). In the second one, the offset is 4 - 12: token 13 is its token 5.

@@ -24,8 +24,7 @@ class TokenizerError(ValueError):
 
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in the file `path`. Raises ValueError, with `path` in its message, for other content."""
-    content: dict[str, Any] = read_json(path, dict)
-    return content
+    return read_json(path, dict)
 
 
 class Tokenizer(ABC):

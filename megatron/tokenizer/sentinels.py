@@ -78,7 +78,7 @@ class SentinelTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, with sentinels by name and without padding and ids beyond the vocabulary."""
-        parts: list[str] = []
+        parts = []
         text_ids: list[int] = []  # ids of the base tokenizer since the last sentinel
         for id_ in map(int, ids):
             if id_ == self.pad or id_ in self._number:
