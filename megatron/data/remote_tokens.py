@@ -294,10 +294,10 @@ def open_tokens(indexed: "IndexedDataset", data: RemotePath, stamp: tuple[int, s
     indexed.orders_folder = os.fspath(version_folder(data, remote.stamp) / "orders")
 
 
-def cached_pieces(folder: Path, begin: int, end: int) -> list[tuple[Path, int, int]] | None:
+def cached_pieces(folder: Path, begin: int, end: int) -> list[tuple[Path, int | None, int, int]] | None:
     """Return where the cache `folder` of an object has bytes `begin` to `end` - 1; None if it lacks a part of them.
 
-    The pieces are in order: a file, the offset of the piece in it and its length, at most `BLOCK`.
+    The pieces are in order: a file, its inode, the offset of the piece in it and its length, at most `BLOCK`.
     """
     pieces = []
     for number in range(begin // BLOCK, -(-end // BLOCK)):  # rounded up, to include the block of the last byte
@@ -309,7 +309,8 @@ def cached_pieces(folder: Path, begin: int, end: int) -> list[tuple[Path, int, i
                 # The first and the last block may lie only partly between `begin` and `end`.
                 piece_begin = max(begin, number * BLOCK)
                 piece_end = min(end, (number + 1) * BLOCK)
-                pieces.append((path, index_in_file * BLOCK + piece_begin % BLOCK, piece_end - piece_begin))
+                offset = index_in_file * BLOCK + piece_begin % BLOCK
+                pieces.append((path, _inode(path), offset, piece_end - piece_begin))
                 continue
         return None  # the file or the block is missing
     return pieces

@@ -1,5 +1,6 @@
 """Comparison of all blocks of the corpora with the checksums of their sidecars, while the run trains."""
 
+import contextlib
 import sys
 import threading
 import time
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import Config
-from ..data.damage import Block, blocks_of, pairs_of, sidecar_sums
+from ..data.damage import ADVICE, Block, blocks_of, pairs_of, sidecar_sums
 from ..data.fingerprints import made_with
 from ..data.indexed_dataset import DatasetError
 from ..ranks.agreement import raise_on_all_ranks
@@ -134,9 +135,14 @@ class Checker(threading.Thread):
         return file._replace(blocks=missing)
 
     def _compare(self, file: CorpusFile, block: Block) -> bool:
-        """Compare a block; return False if the cache lacks a part of it."""
+        """Compare a block; return False if the cache lacks a part of it.
+
+        Any process may delete a file of the cache to make room, and begin it again, while this thread reads it. So a
+        block counts as damaged only if its files are the same afterwards.
+        """
         begin = time.monotonic()
         pieces = block.read_pieces()  # read lazily, from the file itself
+        cached = None
         if file.cache:  # an object in storage, of which this machine has some blocks
             from ..data.remote_tokens import cached_pieces
 
@@ -145,11 +151,10 @@ class Checker(threading.Thread):
                 return False
             pieces = _read_pieces(cached)
         damage = block.find_error(pieces)
+        if damage and file.cache and cached_pieces(file.cache, block.begin, block.end) != cached:
+            return False
         if damage:  # a sentence: "FILE is damaged in bytes A to B: SHA-256 differs from the sidecar"
-            advice = f"; {file.advice}"
-            if file.cache:
-                advice = f", or its copy in {file.cache} is; delete the copy and start again"
-            self.problem = damage + advice
+            self.problem = f"{damage}; {file.advice}"
         # Rest for a multiple of the time that the block took, but end the rest at once if the run ends.
         self._stop_event.wait(REST_FACTOR * (time.monotonic() - begin))
         return True
@@ -177,12 +182,14 @@ def _files_of(config: Config) -> list[CorpusFile]:
 
 def _corpus_file(path: Path, checksums: dict[str, Any] | None) -> CorpusFile:
     cache = None
+    advice = ADVICE
     if isinstance(path, RemotePath):
         from ..data.remote_tokens import version_folder
 
         cache = version_folder(path, path.stamp())
+        advice = f"delete its copy in {cache} and start again; if the object itself is damaged, {ADVICE}"
     blocks = blocks_of(path, checksums) if checksums else []
-    return CorpusFile(path, cache, blocks)
+    return CorpusFile(path, cache, blocks, advice)
 
 
 def _files_of_rank(
@@ -212,8 +219,9 @@ def _files_of_rank(
     return shares
 
 
-def _read_pieces(pieces: Sequence[tuple[Path, int, int]]) -> Iterator[bytes]:
-    for path, offset, length in pieces:
-        with open(path, "rb") as file:
+def _read_pieces(pieces: Sequence[tuple[Path, int | None, int, int]]) -> Iterator[bytes]:
+    """Yield the bytes of pieces of the cache, see `cached_pieces`, without those whose file was deleted."""
+    for path, _, offset, length in pieces:
+        with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
             file.seek(offset)
             yield file.read(length)

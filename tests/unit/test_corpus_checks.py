@@ -211,6 +211,38 @@ def test_blocks_of_an_object_are_compared_when_they_are_in_the_cache(
         assert f"{url}.bin" in checker.problem and f"{5 * BLOCK} to {6 * BLOCK}" in checker.problem
 
 
+@pytest.mark.parametrize("is_begun_again", [True, False])
+def test_a_file_that_leaves_the_cache_while_it_is_read_is_not_damaged(
+    is_begun_again: bool, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its blocks are compared later, when they are in the cache again."""
+    monkeypatch.setenv(remote_tokens.FOLDER_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(remote_tokens, "BLOCK", BLOCK // 2)
+    monkeypatch.setattr(remote_tokens, "BLOCKS_PER_FILE", 4)
+    prefix = corpus(tmp_path / "x", tokens=4000)
+    url = f"memory://bucket/{tmp_path.name}"
+    for ending in (".bin", ".idx", ".json"):
+        RemotePath(url + ending).upload(Path(prefix + ending))
+    tokens = RemoteTokens(to_path(f"{url}.bin"), np.dtype(np.uint16))  # type: ignore[arg-type]
+    file = corpus_checks._corpus_file(tokens.path, {"block": BLOCK} | _sums(prefix))
+    _ = tokens[:]
+    read_pieces = corpus_checks._read_pieces
+
+    def evict_and_read(pieces: Any) -> Any:
+        remote_tokens.evict(tmp_path / "cache", 0)
+        if is_begun_again:  # by another process, with another block
+            _ = RemoteTokens(to_path(f"{url}.bin"), np.dtype(np.uint16))[3000:3010]  # type: ignore[arg-type]
+        yield from read_pieces(pieces)
+
+    checker = corpus_checks.Checker([file])
+    with monkeypatch.context() as patch:
+        patch.setattr(corpus_checks, "_read_pieces", evict_and_read)
+        left = checker._compare_available(file)
+    assert checker.problem is None and left.blocks == file.blocks
+    _ = RemoteTokens(to_path(f"{url}.bin"), np.dtype(np.uint16))[:]  # type: ignore[arg-type]
+    assert not checker._compare_available(left).blocks and checker.problem is None
+
+
 def _sums(prefix: str) -> dict[str, Any]:
     (sums,) = json.loads(Path(f"{prefix}.json").read_text())["sha256"].values()
     found: dict[str, Any] = sums
