@@ -130,6 +130,7 @@ class T5Dataset(T5Samples):
         part: str,
         text_vocab_size: int | None = None,
     ) -> None:
+        self.indexed = indexed
         self.objective = objective
         self.plan = plan
         self.specials = specials
@@ -157,7 +158,13 @@ class T5Dataset(T5Samples):
         elif self.objective.convention == "t5":
             is_masked, is_span_start = draw_spans(rng, self.plan)
         else:  # the sample may have fewer tokens than the window
-            is_masked, is_span_start, length = draw_spans_to_document_ends(rng, self.plan, text == self.specials.eod)
+            # A document ends with an end-of-document token. A corpus may have none: then the next document follows.
+            is_end = text == self.specials.eod
+            is_end[:-1] |= np.diff(documents) > 0
+            document, _, stop = self.pieces(n)[-1]  # the last document may end with the window
+            size = self.indexed.document_sizes(range(document, document + 1))  # [1]
+            is_end[-1:] |= stop == size
+            is_masked, is_span_start, length = draw_spans_to_document_ends(rng, self.plan, is_end)
         return self._build_sample(text[:length], documents[:length], is_masked[:length], is_span_start[:length])
 
     def _build_sample(self, text: Ids, documents: Ids, is_masked: Mask, is_span_start: Mask) -> Sample:

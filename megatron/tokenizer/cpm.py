@@ -168,7 +168,7 @@ class CpmVocabTokenizer(_CpmBase):
         # As in CPM, a word of more characters is a single <unk>, unless its characters can be encoded as bytes.
         if size > LONGEST_WORD and not self._byte_ids and self._unknown is not None:
             return (self._unknown,)
-        ids: list[int] = []
+        ids = []
         start = 0
         while start < size:
             end = min(size, start + self._max_token_length)

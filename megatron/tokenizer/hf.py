@@ -247,7 +247,7 @@ class _PlainTextEncoder:
 
         inside: True if the text does not start a document. after_text: True if it follows other text directly.
         """
-        result: list[int] = []
+        result = []
         for part, tokenizer in self._parts(text, inside, after_text):
             result += _encode(tokenizer, part)
         return result

@@ -52,7 +52,7 @@ class SentinelTokenizer(Tokenizer):
 
         Raises ValueError if the number of a sentinel is not below `count`.
         """
-        ids: list[int] = []
+        ids = []
         start = 0  # of the text after the previous sentinel
         for mark in SENTINEL.finditer(text):
             number = int(mark[1])

@@ -249,6 +249,31 @@ def test_nothing_of_short_documents_is_left_out(tmp_path: Path, mean: int, decod
     assert not said or "of the text" in said[0]
 
 
+@pytest.mark.parametrize("sentences", [1, 2])
+def test_documents_without_end_tokens_end_in_a_span(tmp_path: Path, sentences: int) -> None:
+    """With and without end-of-document tokens, the same tokens are masked. In some windows the last document ends."""
+    encoded = {EOD: tmp_path / "with", TEXT - 1: tmp_path / "without"}
+    for last, path in encoded.items():
+        rng = np.random.default_rng(0)
+        with IndexedDatasetBuilder(path, np.uint16) as builder:
+            for size in rng.integers(5, 30, 400):
+                ids = np.append(rng.integers(4, TEXT - 1, size), last)
+                cut = [len(ids)] if sentences == 1 else [3, len(ids) - 3]
+                builder.add_document(ids, cut)
+    expected, found = (
+        build_train_valid_test_datasets(str(path), "1", Objective(convention="cpm"), 64, None, CPM, 1, TEXT)[0][0]
+        for path in encoded.values()
+    )
+    ends_with_window = 0
+    for n in range(expected.samples_per_epoch):
+        ends_with_window += expected.window(n)[0][-1] == EOD
+        for name, values in expected[n].items():
+            if name in ("encoder", "decoder", "labels"):
+                values[values == EOD] = TEXT - 1
+            assert values.tolist() == found[n][name].tolist(), name
+    assert ends_with_window
+
+
 def test_two_sentinels_suffice_for_documents_of_one_token(tmp_path: Path) -> None:
     with IndexedDatasetBuilder(tmp_path / "ends", np.uint16) as builder:
         for _ in range(100):
