@@ -10,7 +10,7 @@ import numpy as np
 
 from ..json_text import read_json
 from ..storage import RemotePath, to_path
-from .corpus_paths import TRIPLE_PARTS
+from .corpus_paths import TRIPLE_PARTS, is_triple
 from .indexed_dataset import LOSS_SUFFIX
 
 END_BYTES = 1 << 16  # number of bytes hashed at the start and at the end of a file
@@ -94,9 +94,13 @@ def _read_blocks(path: Path, starts: Sequence[int]) -> Iterator[bytes]:
 def made_with(prefix: str) -> dict[str, Any] | None:
     """Return the metadata in `prefix`.json, which tools/preprocess_data.py writes, or None without this file.
 
+    The three pairs of a masked corpus share the file. If they were merged, one by one, each has a file of its own. Then
+    this is the content of `prefix`_context.json.
     Raises ValueError if the file is damaged.
     """
     path = to_path(f"{prefix}.json")
+    if not path.is_file() and is_triple(prefix):
+        path = to_path(f"{prefix}_context.json")
     if not path.is_file():
         return None
     try:

@@ -36,12 +36,12 @@ def assign_groups(
     without weights of a group, the stage gets a placeholder, which has no gradient. All ranks must call this.
     lags: by how many steps the step counts of weights, by name, are lower than the optimizer's; see `step_lags`.
     """
-    no_decay: set[nn.Parameter] = set()
+    no_decay = set()
     if not config.optim.embedding_weight_decay:
         from ..model.muon_parameters import embedding_weights
 
         no_decay = embedding_weights(model)
-    factors: dict[nn.Parameter, float] = {}
+    factors = {}
     if config.model.mup_base_hidden_size is not None:
         from ..model.lr_factors import layer_lr_factors
 

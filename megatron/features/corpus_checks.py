@@ -170,7 +170,8 @@ def _files_of(config: Config) -> list[CorpusFile]:
     for prefix in corpora_of_run(config):
         metadata = made_with(prefix)  # the content of PREFIX.json, which lists the checksums
         for pair in pairs_of(prefix):
-            checksums = sidecar_sums(pair, metadata)
+            # The pairs of a masked corpus that were merged one by one have a sidecar each.
+            checksums = sidecar_sums(pair, made_with(pair) or metadata)
             data = to_path(f"{pair}.bin")
             index = to_path(f"{pair}.idx")
             if checksums or not isinstance(data, RemotePath):
@@ -209,9 +210,8 @@ def _files_of_rank(
         # Ranks that see this very file share its blocks; a node with a copy of its own checks this copy alone.
         sharers = [each for each, seen in enumerate(identities) if seen.get(path) == identity]
         # Before the run began, rank 0 has compared up to `blocks_before` blocks of each local file that it sees.
-        compared_by_rank_0 = 0
-        if 0 in sharers and not file.cache:
-            compared_by_rank_0 = blocks_before
+        is_local_to_rank_0 = 0 in sharers and not file.cache
+        compared_by_rank_0 = blocks_before * is_local_to_rank_0  # False counts as 0
         if len(file.blocks) > compared_by_rank_0:
             # Of three sharers, the second compares the blocks 1, 4, 7, ...
             rank_blocks = file.blocks[sharers.index(rank) :: len(sharers)]

@@ -196,7 +196,7 @@ class _RjiebaSegmenter:
         # One call segments all blocks, one per line. It returns each line break as a word.
         words = self._cut_han("\n".join(blocks))
         cut_blocks = SEPARATOR.join(words).split(f"{SEPARATOR}\n{SEPARATOR}")
-        doubtful: list[tuple[int, int]] = []
+        doubtful = []
         position = 0  # in `text`
         for i, block in enumerate(blocks):
             position += len(between[i])

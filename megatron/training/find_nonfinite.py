@@ -69,7 +69,7 @@ def gather_findings(model: nn.Module, recompute: Callable[[], object]) -> list[F
     """
     named = list(global_parameters(model))  # pairs (name, parameter)
     first_weight = next((name for name, p in named if not _is_finite(local_shard(p))), None)
-    nonfinite: set[str] = set()  # names of parameters
+    nonfinite = set()  # names of parameters
 
     # A hook gets the gradient before it is summed over the replicas, which would spread NaN to all of them.
     def record_nonfinite(name: str, gradient: Tensor) -> None:

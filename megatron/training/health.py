@@ -136,7 +136,7 @@ class Health:
         losses = []
         norms = []
         skipped = 0
-        spikes: list[Spike] = []
+        spikes = []
         values: list[Tensor | float] = []  # loss, gradient norm, loss, gradient norm, ...
         for step, _, _ in unread:
             values += [step.loss, step.grad_norm]

@@ -16,7 +16,7 @@ from megatron.config.command_line import parse
 from megatron.data import corpus_paths, damage
 from megatron.data.corpus_paths import TRIPLE_PARTS
 from megatron.data.damage import find_damage, find_holes, find_problems, sidecar_sums
-from megatron.data.fingerprints import content_fingerprint, corpus_fingerprint
+from megatron.data.fingerprints import content_fingerprint, corpus_fingerprint, made_with
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.sample_hash import extend_hash
 from megatron.data.staged import StagedDataset
@@ -101,6 +101,28 @@ def test_the_sidecar_of_a_renamed_corpus_is_read(tmp_path: Path, capsys: pytest.
 def test_the_entry_of_each_pair(names: list[str], pair: str, wanted: str | None) -> None:
     sidecar = {"sha256": {name: {"bin": [name]} for name in names}}
     assert sidecar_sums(f"data/{pair}", sidecar) == (sidecar["sha256"][wanted] if wanted else None)
+
+
+def test_a_masked_corpus_whose_pairs_were_merged_keeps_tokenizer_and_checksums(tmp_path: Path) -> None:
+    for name in "ab":
+        sums = {}
+        for part in TRIPLE_PARTS:
+            with IndexedDatasetBuilder(tmp_path / f"{name}_{part}", np.int32) as builder:
+                builder.add_document([1, 2, 3, len(part)])
+            sums[f"{name}_{part}"] = builder.checksums
+        (tmp_path / f"{name}.json").write_text(json.dumps({"fingerprint": "0123", "tokens": 12, "sha256": sums}))
+    prefix = str(tmp_path / "ab")
+    for part in TRIPLE_PARTS:
+        words = ["merge", f"{tmp_path}/a_{part}", f"{tmp_path}/b_{part}", "--output", f"{prefix}_{part}"]
+        args = inspect_data.build_parser().parse_args(words)
+        args.function(args)
+    metadata = made_with(prefix)
+    assert metadata is not None and metadata["fingerprint"] == "0123"
+    assert list(find_problems(prefix, metadata)) == []
+    with open(f"{prefix}_target.bin", "r+b") as file:
+        file.write(b"\7")
+    (problem,) = find_problems(prefix, metadata)
+    assert f"{prefix}_target.bin" in problem
 
 
 @pytest.mark.parametrize("token", [0, 500])
