@@ -58,11 +58,10 @@ def main():
             printed.append(f"step {step} loss {loss.item():.4f}")
     held_out = points(seed=0)
     found = engine.eval_batch(iter(held_out), compute_loss=False, reduce_output=None)  # only the last stage gets logits
-    right = torch.zeros(1)
+    right = torch.zeros(1, device=engine.device)
     if engine.is_last_stage():
-        right += sum(
-            (logits.argmax(1) == label).sum() for logits, (_, label) in zip(found, held_out, strict=True)
-        ).cpu()
+        for logits, (_, label) in zip(found, held_out, strict=True):
+            right += (logits.argmax(1) == label.to(engine.device)).sum()
     torch.distributed.all_reduce(right)
     printed.append(f"accuracy {right.item() / (MICROS * ROWS):.1%}")
     if rank == 0:

@@ -35,12 +35,6 @@ def will_run(node: Any, default: bool) -> bool:
         return default
 
 
-def compiled_runs_eagerly() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which compiled modules run their eager code, as far as torch can do so (from 2.6 on)."""
-    set_stance: Any = getattr(torch.compiler, "set_stance", None)
-    return set_stance("force_eager") if set_stance else contextlib.nullcontext()
-
-
 def writes_grad(weight: Tensor) -> bool:
     """Return whether the running backward pass writes to `weight.grad`, for use inside a custom operation.
 

@@ -91,6 +91,7 @@ class GradReducer:
     group: Any
     bucket_bytes: int | None = None
     chunk_of: ChunkOf = field(default_factory=dict)
+    gradient_share = None  # unlike a DistributedOptimizer, which keeps gradients elsewhere, it reduces `.grad`
 
     def __post_init__(self) -> None:
         self._signature: list[Any] = []  # of the weights in the buckets
@@ -150,10 +151,7 @@ class OverlappedReduction(Reduction):
     def finish(self) -> None:
         """Wait for the reductions over the replicas, then sum the gradients of tied weights over their stages."""
         self.reducer.finish()
-        gradient_of = None  # reads `.grad`
-        if isinstance(self.reducer, DistributedOptimizer):
-            gradient_of = self.reducer.gradient_share
-        self.reduce_tied_grads(gradient_of)
+        self.reduce_tied_grads(self.reducer.gradient_share)
 
 
 def choose_reduction(engine: Any) -> Reduction:

@@ -89,8 +89,9 @@ class StepNorms:
         for layer, piece in pieces:
             if piece.numel():
                 layers.append(layer)
-                # 16 bits would round the norm.
-                tensors.append(piece.to(torch.promote_types(piece.dtype, torch.float32)))
+                if piece.dtype.itemsize < 4:  # 16 bits would round the norm, so take it now, from a copy in fp32
+                    (piece,) = norms([piece.float()])  # the norm of a scalar is the scalar itself
+                tensors.append(piece)
         if tensors:
             tensor_norms = torch.stack([norm.to(total.device) for norm in norms(tensors)])
             total.index_add_(0, torch.tensor(layers, device=total.device), tensor_norms.double().square())

@@ -186,8 +186,7 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, n: int) -> dict[str, Tensor]:
         corpus, number = self.locate(n)
-        sample: dict[str, Tensor] = self.datasets[corpus][number]
-        return sample
+        return self.datasets[corpus][number]  # type: ignore[no-any-return]
 
     def sample_ids(self, first: int, count: int) -> NDArray[np.int64]:
         """Return an id for each sample from `first` to `first + count` - 1; no two samples of a run share an id."""

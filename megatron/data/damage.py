@@ -10,7 +10,7 @@ import numpy as np
 
 from ..storage import to_path
 from .corpus_paths import TRIPLE_PARTS, has_loss_mask, is_triple
-from .fingerprints import made_with
+from .fingerprints import made_with_pair
 from .indexed_dataset import LOSS_SUFFIX, IndexedDataset
 
 Sidecar = Mapping[str, Any]  # the content of a sidecar
@@ -180,12 +180,11 @@ def pairs_of(prefix: str) -> list[str]:
 def find_problems(prefix: str, sidecar: Sidecar | None, max_blocks: int | None = None) -> Iterator[str]:
     """Yield a message for each damaged block and each hole of a corpus, which may have several pairs.
 
-    sidecar: content of its sidecar, for pairs without one of their own, as pairs of a masked corpus that were merged
-    one by one have it. max_blocks: number of blocks of each file to read, evenly spaced; all if None.
+    sidecar: content of its sidecar. max_blocks: number of blocks of each file to read, evenly spaced; all if None.
     """
     pairs = pairs_of(prefix)
     for pair in pairs:
-        sums = sidecar_sums(pair, made_with(pair) or sidecar)
+        sums = sidecar_sums(pair, made_with_pair(prefix, pair))
         if sums:
             for problem in find_damage(pair, sums, max_blocks):
                 yield f"{problem}; {ADVICE}"

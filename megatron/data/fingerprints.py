@@ -91,6 +91,12 @@ def _read_blocks(path: Path, starts: Sequence[int]) -> Iterator[bytes]:
             yield file.read(BLOCK_BYTES)
 
 
+def made_with_pair(prefix: str, pair: str) -> dict[str, Any] | None:
+    """Return the metadata that has the checksums of `pair`, one of the pairs of the corpus `prefix`."""
+    # Pairs of a masked corpus that were merged one by one have their own files, and the corpus has none.
+    return made_with(prefix if to_path(f"{prefix}.json").is_file() else pair)
+
+
 def made_with(prefix: str) -> dict[str, Any] | None:
     """Return the metadata in `prefix`.json, which tools/preprocess_data.py writes, or None without this file.
 

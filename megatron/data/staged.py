@@ -106,8 +106,7 @@ class StagedDataset(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, n: int) -> dict[str, Tensor]:
         stage, member, number = self._locate_in_stage(int(n))
-        sample: dict[str, Tensor] = stage.blend.datasets[member][number]
-        return sample
+        return stage.blend.datasets[member][number]  # type: ignore[no-any-return]
 
     def consumed_per_corpus(self, samples: int) -> list[int]:
         """Return how many of the first `samples` samples come from each corpus."""

@@ -74,7 +74,10 @@ def accumulate_in_graph(model: Any) -> None:
             spec = mpu.spec_of(module.weight)
             # A look-up adds to the gradient of an embedding, so autograd must accumulate it.
             if spec.accumulate_wgrad is not None and not spec.used_as_embedding:
+                from ..mpu.compiled_linear import weight_at
+
                 module.options = replace(module.options, wgrad_in_graph=True)
+                weight_at[module.weight.data_ptr()] = module.weight
 
 
 def reason_against(layers: Sequence[nn.Module], config: Config, zero_stage: int) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..config import Config
 from ..data.damage import ADVICE, Block, blocks_of, pairs_of, sidecar_sums
-from ..data.fingerprints import made_with
+from ..data.fingerprints import made_with_pair
 from ..data.indexed_dataset import DatasetError
 from ..ranks.agreement import raise_on_all_ranks
 from ..ranks.objects import gather_objects
@@ -168,10 +168,8 @@ def _files_of(config: Config) -> list[CorpusFile]:
     """
     files = []
     for prefix in corpora_of_run(config):
-        metadata = made_with(prefix)  # the content of PREFIX.json, which lists the checksums
         for pair in pairs_of(prefix):
-            # The pairs of a masked corpus that were merged one by one have a sidecar each.
-            checksums = sidecar_sums(pair, made_with(pair) or metadata)
+            checksums = sidecar_sums(pair, made_with_pair(prefix, pair))
             data = to_path(f"{pair}.bin")
             index = to_path(f"{pair}.idx")
             if checksums or not isinstance(data, RemotePath):

@@ -27,13 +27,14 @@ class FirstStep(Feature):
         self._trained = [(name, p) for name, p in global_parameters(engine.module) if p.requires_grad]
         self._received: set[nn.Parameter] = set()  # parameters with a gradient
         self._hooks: list[Any] = []
-        self._buckets: list[Any] = []
-        if engine.distributed:
-            # The buckets of a DistributedOptimizer know which gradients came. With hooks on its weights, the matmuls
-            # could not add to the gradients, so the first step after a resume would round in another way.
-            self._buckets = engine.distributed.buckets
-        else:
-            for _, p in self._trained:
+        # The buckets of a DistributedOptimizer know which gradients came. With hooks on their weights, the matmuls
+        # could not add to the gradients, so the first step after a resume would round in another way.
+        self._buckets = engine.distributed.buckets if engine.distributed else []
+        in_buckets: set[nn.Parameter] = set()
+        for bucket in self._buckets:
+            in_buckets.update(bucket.parameters)
+        for _, p in self._trained:
+            if p not in in_buckets:
                 hook = p.register_hook(partial(self._record, p))  # type: ignore[no-untyped-call]
                 self._hooks.append(hook)
         self._done = False

@@ -1,10 +1,11 @@
 """Linear function inside layers that torch.compile compiles, see `linear.py`."""
 
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._torch import writes_grad
 from .linear import choose_kernels, matmul, transposed_matmul
@@ -90,11 +91,17 @@ class _AccumulatingLinear(torch.autograd.Function):
         return _linear_backward_op(grad, x, weight), None, bias_grad
 
 
+# Address of memory -> weight, of the layers that accumulate in the graph. If a layer is recomputed in the backward
+# pass, torch passes detached tensors, which lack the attributes of the weights.
+weight_at: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
+
+
 # One operation computes both gradients, because the compiler would drop an operation without a result.
 @torch.library.custom_op("megatron::linear_backward", mutates_args=())
 def _linear_backward_op(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """Return the gradient of x [..., i] from `grad` [..., o], and accumulate the gradient of `weight` [o, i]."""
     input_grad = torch.matmul(grad, weight)
+    weight = weight_at.get(weight.data_ptr(), weight)
     accumulate = spec_of(weight).accumulate_wgrad
     if accumulate is None:
         raise RuntimeError("a compiled layer lost the accumulation of its weights' gradients; use --no-compile")

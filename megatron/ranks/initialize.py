@@ -75,7 +75,11 @@ def initialize_megatron(config: Config) -> torch.device:
 def _join_ranks(config: Config) -> torch.device:
     """Join the other ranks and return this rank's device. Raises an error that the user can read if this fails."""
     if "RANK" not in os.environ:  # started without a launcher
-        _set_single_rank_env()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))  # the system chooses a free port for port 0
+            port = probe.getsockname()[1]
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ.setdefault("LOCAL_RANK", "0")  # a launcher that starts one rank per node may leave it out
     device = device_module.current_device()
     timeout = timedelta(minutes=config.parallel.startup_timeout_minutes)
@@ -91,15 +95,6 @@ def _join_ranks(config: Config) -> torch.device:
             "start all ranks with the same launcher"
         )
     return device
-
-
-def _set_single_rank_env() -> None:
-    """Set the variables of a launcher for a process without one, with a free port for its rendezvous."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))  # the system chooses a free port for port 0
-        port = probe.getsockname()[1]
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def _load_kernels(config: Config, device: torch.device) -> None:

@@ -119,8 +119,7 @@ class T5(LanguageTask):
             return T5Model(config, is_text=is_text_label)
         from ..model.t5_pipe import T5ModelPipe  # imported here: it imports DeepSpeed, which data tools do not need
 
-        model: nn.Module = T5ModelPipe(config, is_text_label)
-        return model
+        return T5ModelPipe(config, is_text_label)  # type: ignore[no-any-return]
 
     def batch(
         self, data: Batch | None, config: Config, tokenizer: Tokenizer | None

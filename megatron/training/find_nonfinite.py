@@ -4,12 +4,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from tds.optimizer_state import local_shard, wait_for_weights
 
 from .. import mpu
-from .._torch import compiled_runs_eagerly
 from ..model.layers import global_parameters
 from ..ranks.objects import gather_objects
 from .data_ranks import read_batches
@@ -77,7 +77,7 @@ def gather_findings(model: nn.Module, recompute: Callable[[], object]) -> list[F
             nonfinite.add(name)
 
     hooks = [p.register_hook(partial(record_nonfinite, name)) for name, p in named if p.requires_grad]  # type: ignore[no-untyped-call]
-    with compiled_runs_eagerly():  # compiled layers do not call the hooks of all weights
+    with torch.compiler.set_stance("force_eager"):  # compiled layers do not call the hooks of all weights
         recompute()
     for hook in hooks:
         hook.remove()

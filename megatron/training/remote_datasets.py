@@ -38,8 +38,7 @@ def t5_lengths(dataset: Any) -> Lengths | None:
 def stage_begins(dataset: Any) -> Sequence[int]:
     """Return the number of the first sample of each data stage; empty for a data set without stages."""
     # A user's data set may use the name for something else.
-    begins: Sequence[int] = getattr(dataset, "begins", ()) if is_builtin(dataset) else ()
-    return begins
+    return getattr(dataset, "begins", ()) if is_builtin(dataset) else ()  # type: ignore[no-any-return]
 
 
 def is_builtin(dataset: Any) -> bool:

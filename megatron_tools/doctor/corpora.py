@@ -56,8 +56,8 @@ def _check_content(prefix: str) -> Findings:
 
     try:
         problem = next(find_problems(prefix, made_with(prefix)), None)
-    except ValueError:
-        return  # the check of the tokenizer reports the sidecar
+    except ValueError as error:
+        problem = str(error)
     if problem:
         yield failed("content of the data", problem, "copy the files of the corpus again")
     else:

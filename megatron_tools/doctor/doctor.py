@@ -183,11 +183,9 @@ class Examination:
             has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
             built_for = device.supported_accelerator()
             yield from findings_of("devices", machine.check_devices(built_for, finds_device, has_gpu))
-        uses_compile = False
-        if self.config is not None:
-            uses_compile = bool(self.config.train.compile)
-        yield from machine.check_compiler(uses_compile)
         if not self.args.cluster:
+            if self.config is not None and self.config.train.compile and not finds_device:
+                yield from machine.check_compiler()
             yield from machine.check_threads(self.ranks_here or self.ranks, on_cpu=not finds_device)
         yield from machine.check_open_files()
         yield from machine.check_shared_memory()

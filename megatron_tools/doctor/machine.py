@@ -158,10 +158,8 @@ def check_hidden_package(ours: Path, paths: Sequence[str]) -> Findings:
         )
 
 
-def check_compiler(wanted: bool) -> Findings:
-    """Check for a C++ compiler if --compile is given."""
-    if not wanted:
-        return
+def check_compiler() -> Findings:
+    """Check for the C++ compiler that --compile needs on a CPU."""
     chosen = os.environ.get("CXX")  # if set, torch.compile uses this compiler
     names = [chosen] if chosen else ["c++", "g++", "clang++"]
     for name in names:

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 from megatron.config.fields import ConfigError
 from megatron.config.messages import describe_error
 
+from .verify_layout import NO_DEVICES
+
 PRELOADED_MODULES = (
     "torch._dynamo",
     "torch.profiler._cupti_monitor",
@@ -49,6 +51,8 @@ OK = Outcome("ok")
 
 def preload_modules() -> None:
     """Let the process from which all ranks are forked import the modules of a run first."""
+    # DeepSpeed looks for devices when it is imported, so the process that imports it must not see any.
+    os.environ.update(NO_DEVICES)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     # Ranks end without removing the locks of tqdm; Python's tracker removes them, and would warn about that.
     os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker:UserWarning"
@@ -131,7 +135,7 @@ def _serve_runs(rank: int, world: int, folder: str, job_pipe: Any, prepare: Call
     """Do the runs that arrive at `job_pipe` until one fails."""
     os.chdir(folder)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", CUDA_VISIBLE_DEVICES="")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     # Hide what the run prints: 1 and 2 are standard output and standard error.
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, 1)

@@ -206,8 +206,8 @@ def _failure(folder: Path, codes: Sequence[int | None], timeout: float) -> str:
     """Return a sentence about a failed command, with the last error of a rank that failed."""
     for rank, code in enumerate(codes):
         lines = (folder / f"err{rank}").read_text(errors="replace").strip().splitlines()
-        if code and code != -signal.SIGKILL and lines:
-            return f"rank {rank} ends with code {code}: {_last_error(lines)}"
+        if code and code != -signal.SIGKILL:
+            return f"rank {rank} ends with code {code}: {_last_error(lines) if lines else 'it has said nothing'}"
     return f"not finished after {timeout:.0f} s"
 
 

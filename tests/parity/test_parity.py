@@ -255,15 +255,30 @@ def test_compiled_layers(
     np.testing.assert_allclose(ours(layout, tmp_path, tiny_data, vocab_file, "--compile"), expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [
+        (Layout(0, 2, 1, zero=1), ()),
+        (Layout(0, 1, 2, zero=1), ("--sequence-parallel", "--checkpoint-activations")),
+        (Layout(2, 1, 1, zero=1), ("--checkpoint-activations",)),
+    ],
+    ids=str,
+)
 def test_compiled_layers_add_to_the_sums_of_the_optimizer(
-    expected: list[float], tmp_path: Path, tiny_data: str, vocab_file: str, monkeypatch: pytest.MonkeyPatch
+    layout: Layout,
+    more: tuple[str, ...],
+    expected: list[float],
+    tmp_path: Path,
+    tiny_data: str,
+    vocab_file: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Losses equal plain torch's with the settings that are the default on CUDA: --compile with ZeRO 1."""
     needs_a_compiler()
     backend = "aot_eager_decomp_partition"  # without kernel generation
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=backend))
-    flags = ("--compile", "--cpu-matmul", "torch")
-    found = ours(Layout(0, 2, 1, zero=1), tmp_path, tiny_data, vocab_file, *flags)
+    flags = ("--compile", "--cpu-matmul", "torch", *more)
+    found = ours(layout, tmp_path, tiny_data, vocab_file, *flags)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 

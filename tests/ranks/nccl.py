@@ -30,6 +30,8 @@ COLLECTIVES = (
     "all_gather_into_tensor",
     "reduce_scatter_tensor",
     "all_to_all_single",
+    "all_gather_single",
+    "reduce_scatter_single",
 )
 
 

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron import mpu
-from megatron._torch import compiled_runs_eagerly
 from megatron.config.command_line import parse
 from megatron.features import compiling
 from megatron.features.compiling import compile_layers, compiler_found
@@ -229,6 +228,14 @@ def test_a_compiled_layer_gives_weight_gradients_to_the_optimizer(accumulating: 
     assert layer.input_layernorm.weight.grad is not None
 
 
+def test_a_recomputed_layer_gives_weight_gradients_to_the_optimizer(accumulating: Accumulating) -> None:
+    layer, x, ids, sums, expected = accumulating
+    mpu.checkpoint(layer, (x, ids))[0].square().sum().backward()
+    for weight, wanted in zip(sums.weights, expected, strict=True):
+        torch.testing.assert_close(sums[weight], wanted)
+        assert weight.grad is None
+
+
 def test_a_gradient_of_inputs_alone_changes_no_sum(accumulating: Accumulating) -> None:
     layer, x, ids, sums, _ = accumulating
     (found,) = torch.autograd.grad(layer((x, ids))[0].square().sum(), x)
@@ -240,7 +247,7 @@ def test_a_gradient_of_inputs_alone_changes_no_sum(accumulating: Accumulating) -
 def test_hooks_get_the_gradients_of_a_compiled_layer_that_runs_eagerly(accumulating: Accumulating) -> None:
     layer, x, ids, sums, expected = accumulating
     sums.hooked = True
-    with compiled_runs_eagerly():
+    with torch.compiler.set_stance("force_eager"):  # type: ignore[no-untyped-call]
         layer((x, ids))[0].square().sum().backward()
     for weight, wanted in zip(sums.weights, expected, strict=True):
         torch.testing.assert_close(weight.grad, wanted)

@@ -221,7 +221,7 @@ def test_another_package_of_our_name(tmp_path: Path) -> None:
 
 def test_compiler_threads_and_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert only(machine.check_compiler(True), "compiler").state == "failed" and not list(machine.check_compiler(False))
+    assert only(machine.check_compiler(), "compiler").state == "failed"
     monkeypatch.setenv("OMP_NUM_THREADS", "many")
     assert only(machine.check_threads(1, True), "threads").state == "failed"
     monkeypatch.setenv("OMP_NUM_THREADS", "64")
