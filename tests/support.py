@@ -29,6 +29,9 @@ FULL = pytest.mark.full
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 120.0
 
+# The tests run on the CPU, also on a machine with accelerators: a process that has seen one cannot be forked.
+os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="", ASCEND_RT_VISIBLE_DEVICES="")
+
 # Ranks are forked from one process, the fork server, which has imported the heavy libraries. These include 800
 # modules (torch._dynamo with sympy) that each rank would else import for its first optimizer and engine.
 _context = multiprocessing.get_context("forkserver")

@@ -57,11 +57,8 @@ def run_settings(args: argparse.Namespace, cluster: Cluster) -> Config:
 
 def _fastest_precision(cluster: Cluster) -> str:
     """Return the precision that --precision auto means on a cluster."""
-    if cluster.accelerated:
-        for precision in ("bf16", "fp16"):
-            if precision in cluster.peak_tflops:
-                return precision
-    return "fp32"
+    is_bf16_fast = cluster.accelerated and "bf16" in cluster.peak_tflops
+    return "bf16" if is_bf16_fast else "fp32"
 
 
 def _print_note(note: str) -> None:

@@ -661,6 +661,13 @@ def test_the_planner_takes_the_number_format_of_a_ds_config(tmp_path: Path) -> N
         assert config.train.precision == precision
 
 
+@pytest.mark.parametrize(("cluster", "precision"), [("v100", "fp32"), ("a100", "bf16")])
+def test_the_planner_takes_the_number_format_that_a_run_chooses(cluster: str, precision: str) -> None:
+    words = f"{TINY.removesuffix('--precision fp32')} --cluster {cluster} --devices 8".split()
+    config = plan.run_settings(plan_flags.build_parser().parse_args(words), load_cluster(cluster))
+    assert config.train.precision == precision
+
+
 def test_groups_of_layers_have_no_effect_on_an_estimate_without_a_pipeline() -> None:
     def peak(flags: str) -> Any:
         config = parse([*TINY.split(), "--gas", "4", *flags.split()])
