@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # import megatr
 
 from megatron import get_args, get_tokenizer, mpu, print_rank_0
 from megatron.data.gpt2_dataset import build_train_valid_test_datasets
+from megatron.model.attention_kernels import select_sdpa_kernels
 from megatron.training import pretrain
 from megatron.utils import get_ltor_masks_and_position_ids
 from tds.pipe import LayerSpec, PipelineModule, SequentialModule, TiedLayerSpec
@@ -56,7 +57,8 @@ class ParallelAttention(nn.Module):
         # The weight's rows are ordered by head: query, key and value of head 0, then of head 1 and so on. A rank's
         # shard of the rows thus holds whole heads.
         query, key, value = mixed.view(s, b, -1, 3, self.head_size).permute(3, 1, 2, 0, 4)  # [b, n/t, s, d] each
-        context = F.scaled_dot_product_attention(query, key, value, attn_mask=~mask)
+        with select_sdpa_kernels(query, mask):  # not cuDNN's kernel, whose gradients with a mask may be NaN
+            context = F.scaled_dot_product_attention(query, key, value, attn_mask=~mask)
         output, _ = self.dense(context.permute(2, 0, 1, 3).reshape(s, b, -1))
         return output
 

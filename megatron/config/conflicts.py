@@ -254,6 +254,15 @@ def _sequence_conflicts(config: "Config") -> Iterator[str]:
             f"--seq-length {s} is not a multiple of {c * t}, over which --context-parallel-size {c} and "
             f"--sequence-parallel with --model-parallel-size {t} shard it"
         )
+    has_learned_positions = config.is_t5 and config.model.position_embedding == "learned"
+    if config.parallel.sequence_parallel and has_learned_positions:
+        longest = max(config.data.enc_seq_length or s, config.data.dec_seq_length or 0)
+        padded = -(-longest // t) * t  # rounded up
+        if padded > config.positions:
+            yield (
+                f"--sequence-parallel pads {longest} tokens to {padded} for --model-parallel-size {t}, but there are "
+                f"{config.positions} learned positions: give --max-position-embeddings {padded}, or other lengths"
+            )
 
 
 def _expert_conflicts(config: "Config") -> Iterator[str]:

@@ -385,6 +385,24 @@ def test_sequence_parallelism_of_a_length_that_the_ranks_cannot_split_is_refused
         parse([*flags, "130"], DEFAULTS[family])
 
 
+def test_padding_beyond_the_learned_positions_of_a_t5_is_refused() -> None:
+    flags = [
+        "--model-parallel-size",
+        "2",
+        "--sequence-parallel",
+        "--seq-length",
+        "32",
+        "--dec-seq-length",
+        "15",
+        "--enc-seq-length",
+    ]
+    assert parse([*flags, "32"], DEFAULTS["t5"]).parallel.sequence_parallel
+    assert parse([*flags, "33", "--position-embedding", "relative"], DEFAULTS["t5"]).positions == 33
+    assert parse([*flags, "33", "--max-position-embeddings", "34"], DEFAULTS["t5"]).positions == 34
+    with pytest.raises(ConfigError, match=r"--sequence-parallel .*--max-position-embeddings 34"):
+        parse([*flags, "33"], DEFAULTS["t5"])
+
+
 def test_context_ranks_are_no_replicas(tmp_path: Path) -> None:
     """Context-parallel ranks do not enlarge the global batch, although DeepSpeed's train_batch_size counts them."""
     config = parse(["--context-parallel-size", "2", "--model-parallel-size", "2", "--batch-size", "3", "--gas", "5"])

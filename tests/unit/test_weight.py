@@ -15,10 +15,10 @@ from tests.support import ROOT
 # Package -> (tokens of code, folders that hold modules). Lower a limit when the code has become smaller.
 LIMITS = {
     "tds": (62_640, 1),
-    "megatron": (212_220, 15),
+    "megatron": (212_290, 15),
     "megatron_compat": (13_419, 2),
     "data_utils": (37_745, 1),
-    "megatron_tools": (85_010, 7),
+    "megatron_tools": (85_000, 7),
 }
 SLACK = 0.02  # if the code is more than this fraction below its limit, lower the limit
 LAYOUT = {
