@@ -2,7 +2,7 @@
 
 With `{"groups": true}` it tries the communication of a run in a world of one rank instead, and with `"whole": true` it
 runs all of `megatron.training.run`, with its features.
-It needs only torch, DeepSpeed and numpy, and safetensors if it loads or saves checkpoints.
+It needs only torch, DeepSpeed and numpy, and safetensors if it loads or saves checkpoints or does a whole run.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from megatron.config.command_line import parse
 from megatron.model import global_parameters
 from megatron.ranks import device as device_module
 from megatron.tokenizer import Tokenizer
-from megatron.training import run, setup, start_engine
+from megatron.training import start_engine
 from tds._torch import gather_shares, scatter_sum
 from tds.groups import can_split_world, gather_objects, member_group, new_groups
 from tests.text_task import TextTask
@@ -169,6 +169,8 @@ class Numbers(Tokenizer):
 
 def run_whole(flags: str) -> dict[str, Any]:
     """Train 8 steps in one start, and again in two; return the losses of both runs."""
+    from megatron.training import run, setup  # they import safetensors, which only this function needs
+
     more = "--train-iters 8 --log-interval 1 --num-workers 0 --no-tensorboard --save-interval 4"
     found = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -124,11 +124,8 @@ class Talk:
         self.found: Counter[str] = Counter()
         self.before = {name: getattr(dist, name) for name in self.NAMES if hasattr(dist, name)}
         for name, real in self.before.items():
-            setattr(dist, name, self._counted(name, real))
-        from megatron.mpu import sequence
-
-        self.module, self.gather = sequence, sequence._all_gather
-        sequence._all_gather = self._counted("all_gather", self.gather)
+            kind = "all_gather" if name.startswith("all_gather") else name  # its other names depend on the release
+            setattr(dist, name, self._counted(kind, real))
         return self.found
 
     def _counted(self, name: str, real: Any) -> Any:
@@ -142,7 +139,6 @@ class Talk:
     def __exit__(self, *_: object) -> None:
         for name, real in self.before.items():
             setattr(dist, name, real)
-        self.module._all_gather = self.gather
 
 
 def _count(sequence_parallel: bool, cross: bool, recompute: bool) -> tuple[dict[str, int], dict[str, int]]:
