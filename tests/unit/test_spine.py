@@ -23,7 +23,7 @@ LOOPS = (ast.For, ast.While)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 DECISIONS = (ast.If, ast.IfExp, ast.Try, ast.BoolOp, *LOOPS, *COMPREHENSIONS)
 # Limits of the spine, of the imports of a run, and of the density of functions.
-FILES, LINES, TOKENS = 49, 7_908, 45_705
+FILES, LINES, TOKENS = 49, 7_900, 45_655
 IMPORTED = 275
 TOKENS_A_LINE, DECISIONS_A_LINE, COMPREHENSIONS_A_FUNCTION = 8.77, 0.223, 0.304
 TUPLE_ASSIGNMENTS, NESTED_COMPREHENSIONS = 0.001, 0.001
