@@ -184,6 +184,7 @@ def test_a_pipeline_in_bf16_resumes_without_zero(zero: dict[str, int], tmp_path:
 
 def _weights_alone(folder: str) -> tuple[list[float], list[float]]:
     """Return losses after a save, and after a load of the weights alone; SGD has no other state."""
+    torch.manual_seed(0)  # the rounding of other weights may change a loss by more than 3 %
     net = nn.Linear(4, 4)
     settings = {
         "train_micro_batch_size_per_gpu": 2,
