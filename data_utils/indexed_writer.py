@@ -49,7 +49,7 @@ class IndexedDatasetBuilder:
         self.documents = 0
         self.checksums: dict[str, Any] = {}
         sizes: Sequence[Any] = (None, None, None)
-        digests = sizes
+        digests: Sequence[Any] = (None, None, None)
         if state:
             self.sequences = state["sequences"]
             self.documents = state["documents"]

@@ -208,8 +208,9 @@ def _files_of_rank(
         # Ranks that see this very file share its blocks; a node with a copy of its own checks this copy alone.
         sharers = [each for each, seen in enumerate(identities) if seen.get(path) == identity]
         # Before the run began, rank 0 has compared up to `blocks_before` blocks of each local file that it sees.
-        is_local_to_rank_0 = 0 in sharers and not file.cache
-        compared_by_rank_0 = blocks_before * is_local_to_rank_0  # False counts as 0
+        compared_by_rank_0 = 0
+        if 0 in sharers and not file.cache:
+            compared_by_rank_0 = blocks_before
         if len(file.blocks) > compared_by_rank_0:
             # Of three sharers, the second compares the blocks 1, 4, 7, ...
             rank_blocks = file.blocks[sharers.index(rank) :: len(sharers)]
