@@ -276,11 +276,6 @@ def main(argv: list[str]) -> int:
     except (ValueError, AssertionError, OSError) as error:
         print_message(f"{error} (check the numbers of the launcher's arguments and TORCH_ELASTIC_SHUTDOWN_TIMEOUT)")
         return REFUSED_EXIT_CODE
-    if int(args.max_restarts) and _spans_nodes(args):
-        # Without this variable, restarted ranks would reuse the launcher's TCP store, which still lists the ranks of
-        # the previous attempt. With it, each attempt opens a new store on a new port. On one node the variable stays
-        # unset: tds itself keeps the attempts apart there, and another process might take the new port first.
-        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     # Ranks that exit with this code have rejected their arguments, and would do so again after a restart.
     _torch.never_restart_after(REFUSED_EXIT_CODE)
     _torch.ignore_ended_ranks()

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+from datetime import timedelta
 from typing import Any
 
 from . import _deepspeed, _submodules, engine_classes, optimizers, pipe
@@ -18,7 +19,7 @@ from .measure import check_scale
 from .messages import say
 from .mistakes import narrow_sum_warning
 from .observers import Observer
-from .parent_death import end_with_launcher, refuse_impossible_ranks, rejoin_store
+from .parent_death import end_with_launcher, refuse_impossible_ranks
 from .recorder import record_collectives
 from .store_host import prepare_store_host
 
@@ -68,10 +69,16 @@ def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any)
     _deepspeed.set_local_rank()
     if dist_backend is None:
         dist_backend = "gloo" if _deepspeed.on_cpu() else _ds.accelerator.get_accelerator().communication_backend_name()
-    timeout = kwargs.get("timeout")
+    timeout = kwargs.get("timeout") or timedelta(minutes=30)
+    attempt = 0
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        from .attempts import enter_attempt, join_attempt
+
+        attempt = enter_attempt(timeout)
 
     def connect() -> None:
-        rejoin_store(dist_backend, timeout, _deepspeed.this_device())  # only after a restart by torchrun
+        if attempt:
+            join_attempt(attempt, dist_backend, timeout, _deepspeed.this_device())
         _ds.init_distributed(dist_backend, *args, **kwargs)
 
     # A launcher of several ranks sets WORLD_SIZE. Only MPI sets other variables, which DeepSpeed reads in connect().
@@ -81,7 +88,7 @@ def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any)
         return
     from .meeting import connect_ranks
 
-    connect_ranks(connect, timeout)  # also names the ranks that do not come
+    connect_ranks(connect, timeout, attempt)  # also names the ranks that do not come
 
 
 def __getattr__(name: str) -> Any:

@@ -12,43 +12,36 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
+from .attempts import FAILED_KEY, LINGER_SECONDS, MeetingError, connect_to_store, limit_text, poll_seconds
 from .diagnose import strip_cpp_stacks, watch_startup
-from .fault_board import RANKS_PER_TICK
 from .heartbeat import watch_hosts
 from .interfaces import INTERFACE_VARIABLE, choose_interface
-from .messages import error_text, exit_with_error, setting_advice, shortened
+from .messages import error_text, exit_with_error, shortened
 from .parent_death import start_thread
 
-POLL_SECONDS = 0.5
-LINGER_SECONDS = 2.0  # how long a failed rank stays, as it may host the store from which the others read why
 GRACE_SECONDS = 10.0  # torch's own errors at the timeout say more, so they get these seconds
-FAILED_KEY = "tds/meeting failed, attempt "
 _PLACE_IN_SOURCE = re.compile(r"\[/\S+\.(cc|cpp|h):\d+\]")
 _UNCONNECTED = re.compile(r"connect|socket|resolve|ncclSystemError|ncclRemoteError", re.IGNORECASE)
 
 
-class MeetingError(ValueError):
-    """The ranks reached the store, but not each other."""
-
-
-def connect_ranks(connect: Callable[[], None], timeout: timedelta | None) -> None:
+def connect_ranks(connect: Callable[[], None], timeout: timedelta, attempt: int) -> None:
     """Call `connect`, which joins the other ranks; then watch for faults of ranks and hosts.
 
-    Raises MeetingError if the ranks cannot reach each other. timeout: how long a rank waits for the others.
+    Raises MeetingError if the ranks cannot reach each other. timeout: how long a rank waits for the others. attempt:
+    result of `enter_attempt`.
     """
     choose_interface()
-    with fail_together(timeout):
+    with fail_together(timeout, attempt):
         connect()
     watch_startup()
     watch_hosts()
 
 
 @contextlib.contextmanager
-def fail_together(timeout: timedelta | None) -> Iterator[None]:
+def fail_together(timeout: timedelta, attempt: int) -> Iterator[None]:
     """Context in which the ranks connect to each other: if one rank fails, all end with a message.
 
     Raises MeetingError instead of the errors of torch's backends; errors of the store pass.
@@ -59,7 +52,7 @@ def fail_together(timeout: timedelta | None) -> Iterator[None]:
     if world == 1 or dist.is_initialized() or os.environ.get("MASTER_PORT", "0") == "0":
         yield
         return
-    failure_watch = _FailureWatch(timeout or timedelta(minutes=30), world)
+    failure_watch = _FailureWatch(timeout, world, attempt)
     try:
         yield
     except (dist.DistNetworkError, dist.DistStoreError):
@@ -97,28 +90,18 @@ def _rank_name() -> str:
 class _FailureWatch:
     """Thread that ends this process if another rank has announced a failure, or when the time is up."""
 
-    def __init__(self, timeout: timedelta, world: int) -> None:
+    def __init__(self, timeout: timedelta, world: int, attempt: int) -> None:
         self.finished = threading.Event()
         self._timeout = timeout
-        # In a poll of 0.5 s, two ticks of a fault board, 2 x RANKS_PER_TICK ranks may query the store.
-        self._poll_seconds = max(POLL_SECONDS, POLL_SECONDS * world / (2 * RANKS_PER_TICK))
-        # A restart by torchrun shares the store with the attempt before.
-        self._key = FAILED_KEY + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._poll_seconds = poll_seconds(world)
+        self._key = f"{FAILED_KEY}{attempt}"
         start_thread("tds-meeting", self._watch)
 
     def announce(self, message: str) -> None:
         """Write to the store why this rank ends, and give the others time to read it."""
         with contextlib.suppress(Exception):
-            self._connect().set(self._key, message)
+            connect_to_store(self._timeout).set(self._key, message)
         time.sleep(max(LINGER_SECONDS, 2 * self._poll_seconds))
-
-    def _connect(self) -> Any:
-        """Return a connection of its own to the store. It waits for the store, with the timeout of the meeting."""
-        host = os.environ["MASTER_ADDR"]
-        port = int(os.environ["MASTER_PORT"])
-        return dist.TCPStore(  # type: ignore[attr-defined]
-            host, port, is_master=False, timeout=self._timeout, wait_for_workers=False
-        )
 
     def _watch(self) -> None:
         """End this process if the ranks are not connected in time; a second thread looks for failures of others."""
@@ -126,16 +109,16 @@ class _FailureWatch:
         # In another thread, because connecting to the store may take as long as the timeout.
         start_thread("tds-meeting", self._poll_failures)
         if not self.finished.wait(seconds + GRACE_SECONDS):
-            limit = f"{seconds / 60:g} minutes ({setting_advice['startup timeout']})"  # and how to change it
             exit_with_error(
-                f"{_rank_name()} reached the store, but not all other ranks within {limit}: check the network between "
-                f"the hosts, and set {INTERFACE_VARIABLE} on each host to the interface that the other hosts reach"
+                f"{_rank_name()} reached the store, but not all other ranks within {limit_text(self._timeout)}: check "
+                f"the network between the hosts, and set {INTERFACE_VARIABLE} on each host to the interface that the "
+                "other hosts reach"
             )
 
     def _poll_failures(self) -> None:
         """End this process when another rank has announced a failure."""
         with contextlib.suppress(Exception):  # the main thread waits for the same store, and reports the same error
-            store = self._connect()
+            store = connect_to_store(self._timeout)
             while not self.finished.wait(self._poll_seconds):
                 if store.check([self._key]):
                     exit_with_error(f"{_rank_name()} ends, as the ranks did not meet: {store.get(self._key).decode()}")

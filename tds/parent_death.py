@@ -12,12 +12,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import torch
+from typing import Any
 
 LAUNCHER_VARIABLE = "TDS_LAUNCHER"  # set by megatron_tools/launch.py to its process id and its PID namespace
 OTHER_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")  # set by torchrun, DeepSpeed: parents of their ranks
@@ -145,32 +141,6 @@ def _init_may_be_launcher() -> bool:
     except OSError:
         return True
     return any(word in name for word in ("python", "torchrun", "deepspeed", "pt_elastic"))
-
-
-def rejoin_store(backend: str, timeout: timedelta | None, device: "torch.device") -> None:
-    """After a restart by torchrun, create the process group under new keys in the store that all attempts share.
-
-    A previous attempt left rank addresses and a failure report in the store, which would end this attempt too.
-    device: this rank's device; an NCCL process group is bound to it, as in DeepSpeed.
-    """
-    import torch.distributed as dist
-    from torch.distributed.distributed_c10d import PrefixStore
-    from torch.distributed.rendezvous import rendezvous
-
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    # The first attempt finds an empty store, and a store that is not shared ends with its attempt.
-    if attempt == "0" or not shared or dist.is_initialized():
-        return
-    # The first item of the generator rendezvous() is (store of the launcher, this rank, number of ranks).
-    store, rank, ranks = next(rendezvous("env://", timeout=timeout or timedelta(minutes=30)))
-    own_store = PrefixStore(f"attempt{attempt}", store)
-    # With a bound device, torch makes later groups by splitting the communicator of all ranks. DeepSpeed does not bind
-    # a single rank, which has no peers.
-    bound_device = device if backend == "nccl" and ranks > 1 else None
-    dist.init_process_group(
-        backend, store=own_store, rank=rank, world_size=ranks, timeout=timeout, device_id=bound_device
-    )
 
 
 def end_with_launcher() -> None:

@@ -111,7 +111,7 @@ class Tracer:
         self._since_write = 0  # recorded iterations since the file was written
         self.size = 0  # bytes sent since the last message ended
         self.is_recording = False  # until the first iteration
-        self._reference = None if self._on_cpu else self._record_reference()
+        self._reference: tuple[Any, int] | None = None  # on an accelerator, set when recording begins
 
     def _record_reference(self) -> tuple[Any, int]:
         """Return a device event, recorded now, and the host time in ns at which the device finished it."""
@@ -122,6 +122,7 @@ class Tracer:
 
     def iteration(self, number: int) -> None:
         """Begin iteration `number`: record it if it is in the range, and write the file from time to time."""
+        was_recording = self.is_recording
         has_spans = bool(self._current_spans)  # whether the previous iteration was recorded
         self._since_write += has_spans
         # Without a range, each iteration is recorded, and `_iterations` drops the oldest ones.
@@ -131,6 +132,8 @@ class Tracer:
             self.try_to_write()
         self._current_spans = []
         if self.is_recording:
+            if not (was_recording or self._on_cpu):
+                self._reference = self._record_reference()  # of now, as `spans` needs short times
             self._iterations.append((number, self._current_spans))  # `end` appends to this list
 
     def begin(self) -> SpanStart | None:

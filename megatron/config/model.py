@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from .model_problems import problems_of_heads, problems_of_layers, problems_of_positions
 from .model_settings import GATED, ModelSettings
+from .optim import floor_share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,7 @@ class ModelConfig(ModelSettings):
     @property
     def rotary_size(self) -> int:
         """Number of dimensions of each head that rotary positions rotate."""
-        return int(self.head_size * self.rotary_percent)
+        return floor_share(self.rotary_percent, self.head_size)
 
     @property
     def has_qkv_bias(self) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .fields import at_least, between, one_of, opt
+from .fields import at_least, between, more_than, one_of, opt
 from .muon import MuonConfig
 
 
@@ -93,7 +93,7 @@ class OptimConfig(MuonConfig):
     adam_beta1: float = opt(0.9, "Adam's beta1", _check_beta)
     adam_beta2: float = opt(0.999, "Adam's beta2", _check_beta)
     adam_eps: float = opt(
-        1e-8, "Adam's epsilon; muP divides it by the width of the model over the base width", at_least(0)
+        1e-8, "Adam's epsilon; muP divides it by the width of the model over the base width", more_than(0)
     )
     exp_avg_dtype: str = opt(
         "fp32",

@@ -192,8 +192,9 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
         """Return an id for each sample from `first` to `first + count` - 1; no two samples of a run share an id."""
         corpora, numbers = self.locate_all(first, count)
         ids = np.empty(count, np.int64)
-        for i, dataset in enumerate(self.datasets):
-            positions = np.flatnonzero(corpora == i)
+        by_corpus = np.argsort(corpora, kind="stable")  # the positions of corpus 0 in order, then those of corpus 1
+        ends = np.cumsum(np.bincount(corpora, minlength=len(self.datasets)))
+        for i, (dataset, positions) in enumerate(zip(self.datasets, np.split(by_corpus, ends[:-1]), strict=True)):
             if len(positions):
                 # sample_ids() takes a contiguous range: the samples that this part of the blend takes from one corpus
                 # are contiguous in that corpus. Of 3 corpora, the ids of corpus 1 become 1, 4, 7 and so on.
@@ -207,9 +208,11 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
         # and rare_end is 2: the only rare sample is number 1, at position 2, and the others are common samples 4, 5, 6.
         rare_begin = math.floor(first * self._rare_share)
         rare_end = math.floor((first + count) * self._rare_share)
-        # Sample r of the rare corpora is sample ceil((r + 1) / share) - 1 of the blend.
-        next_numbers = range(rare_begin + 1, rare_end + 1)  # r + 1 for each rare sample r
-        positions = [math.ceil(number / self._rare_share) - 1 - first for number in next_numbers]
+        # Sample r of the rare corpora is sample ceil((r + 1) / share) - 1 of the blend, with r + 1 = `number`. A share
+        # of 2/7 gives -(-number * 7 // 2), which rounds up. Fractions would take ten times as long.
+        parts = self._rare_share.numerator
+        whole = self._rare_share.denominator
+        positions = [-(-number * whole // parts) - 1 - first for number in range(rare_begin + 1, rare_end + 1)]
         rare_positions = np.array(positions, np.int64)
         is_common = np.ones(count, dtype=np.bool_)
         is_common[rare_positions] = False

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..atomic import atomic_file, file_lock, fsync_path, private_temp_folder, temporary_name
+from ..atomic import file_lock, fsync_path, private_temp_folder, temporary_name
 from .pages import Arrays
 
 if TYPE_CHECKING:
@@ -105,10 +105,15 @@ def _create(candidates: list[Path], arrays: Arrays, size: int, fill: FillArrays)
                 file=sys.stderr,
             )
             continue
-        with atomic_file(path, temporary) as new_file:
-            fill(_map_views(new_file, arrays, "r+"))
+        try:
+            fill(_map_views(temporary, arrays, "r+"))
             # A machine may lose power. Without this, the file could have its size, but zeros instead of its content.
-            fsync_path(new_file)
+            fsync_path(temporary)
+            # Ranks of other nodes may have mapped the file of their node, which must not be replaced then.
+            if not _find_file([path], size):
+                os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
         return path
     raise AssertionError("unreachable")
 

@@ -65,10 +65,11 @@ def slowest_rank(all_ranks: list[tuple[float, int]], iteration: float) -> Stragg
     # With one rank per stage, compare all ranks. Do not compare two stages: the slower one may just have more layers.
     if len(all_ranks) == len(peer_times) > 2:
         peer_times = dict.fromkeys(peer_times, [seconds for seconds, _ in all_ranks])
+    # Of two peers, the lower median is the faster one. Compared with the mean, the slower one would seem less slow.
+    medians = {stage: statistics.median_low(times) for stage, times in peer_times.items()}
     slow = []
     for rank, (seconds, stage) in enumerate(all_ranks):
-        # Of two peers, the lower median is the faster one. Compared with the mean, the slower one would seem less slow.
-        median = statistics.median_low(peer_times[stage])
+        median = medians[stage]
         is_slow = seconds > MIN_FACTOR * median and seconds - median > MIN_SHARE * iteration
         if median > 0 and is_slow:  # peers that did not work have no factor
             slow.append(Straggler(rank, seconds / median))

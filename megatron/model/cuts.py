@@ -40,7 +40,7 @@ def listed_cuts(text: str, num_ranges: int, num_layers: int) -> list[int] | None
     if len(cuts) == num_ranges:
         cuts.append(num_layers)
     covers_all_layers = cuts[0] == 0 and cuts[-1] == num_layers
-    if len(cuts) != num_ranges + 1 or not covers_all_layers or cuts != sorted(cuts):
+    if len(cuts) != num_ranges + 1 or not covers_all_layers or cuts != sorted(set(cuts)):
         raise ConfigError(
             f"--partition-method {text} does not divide {num_layers} layers into {num_ranges} ranges: list the first "
             f"layer of each range, {num_ranges} ascending numbers from 0"

@@ -139,7 +139,8 @@ def scale_router_loss(losses: Tensor, targets: Tensor, mean_targets: Tensor | Ca
     if mean_targets is None:
         mean_targets = targets
     if targets.dim():  # a vector: the number of targets, then the number of text tokens of each stack
-        # A micro-batch with twice the mean number of text tokens counts twice. The minimum avoids 0 / 0.
-        losses = losses * (targets[1:] / mean_targets[1:].clamp(min=1.0)).to(losses)
+        # A micro-batch with twice the mean number of text tokens counts twice. Without any text, its loss is 0.
+        mean_text = torch.where(mean_targets[1:] == 0, 1.0, mean_targets[1:])
+        losses = losses * (targets[1:] / mean_text).to(losses)
         mean_targets = mean_targets[0]
     return mean_targets.to(losses) * losses.sum()

@@ -126,7 +126,8 @@ class Router(nn.Module):
             loss = token_losses.sum().view(1) / (token_losses.numel() * self.sequence.size)
         else:
             text_losses = token_losses.masked_fill(~text.mask, 0.0)
-            loss = text_losses.sum().view(1) / text.total.clamp(min=1.0)  # there may be only padding
+            # Context-parallel ranks divide the total, so it may be below 1. It is 0 if there is only padding.
+            loss = text_losses.sum().view(1) / torch.where(text.total == 0, 1.0, text.total)
         if self.sequence.size == 1:
             return loss
         return mpu.reduce_from_model_parallel_region(loss, self.sequence)

@@ -97,7 +97,8 @@ class T5(LanguageTask):
             return cpm_triples.build_train_valid_test_datasets(
                 data.paths, data.split, encoder_length, decoder_length, specials, seed, t5_tokenizer.base.vocab_size
             )
-        if decoder_length is None and config.model.position_embedding == "learned":
+        has_spans = config.objective == "span-corruption"
+        if decoder_length is None and has_spans and config.model.position_embedding == "learned":
             # Much noise in short spans would give the decoder more tokens than it has positions.
             decoder_length = config.positions
         objective = Objective(config.objective, data.span_convention, data.noise_density, data.mean_span_length)

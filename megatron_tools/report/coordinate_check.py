@@ -158,7 +158,9 @@ def _mean_changes(config: Config, steps: int, seeds: int) -> Sizes:
 
 
 def growth_exponent(widths: Sequence[int], sizes: Sequence[float]) -> float:
-    """Return the exponent of the width with which the sizes grow, by least squares: 0 if they are flat."""
+    """Return the exponent of the width with which the sizes grow, by least squares; NaN if one of them is 0."""
+    if 0 in sizes:
+        return math.nan
     log_widths = list(map(math.log, widths))
     log_sizes = list(map(math.log, sizes))
     return statistics.linear_regression(log_widths, log_sizes).slope

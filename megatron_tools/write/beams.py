@@ -1,5 +1,7 @@
 """Beam search for one prompt, on log-probabilities that a model has computed."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -70,5 +72,6 @@ class Beam:
             self.new_tokens = torch.zeros_like(self.new_tokens)
 
     def best(self) -> list[ScoredTokens]:
-        """Return the best continuations, best first."""
-        return sorted(self.results, reverse=True)[: self.num_beams]
+        """Return the best continuations, best first; fewer than `num_beams` if no more are possible."""
+        possible = [result for result in self.results if result[0] > -math.inf]
+        return sorted(possible, reverse=True)[: self.num_beams]

@@ -177,6 +177,32 @@ def test_a_new_attempt_does_not_read_what_the_one_before_has_left() -> None:
     on_ranks(1, _second_attempt)
 
 
+MEETS = """
+import os, sys
+from datetime import timedelta
+import tds
+attempt = os.environ["RANK"] + os.environ["TORCHELASTIC_RESTART_COUNT"]
+if attempt == "10": sys.exit(1)  # rank 1 fails once before it meets rank 0
+tds.init_distributed("gloo", auto_mpi_discovery=False, timeout=timedelta(seconds=60))
+tds.comm.barrier()
+print("met in", attempt, flush=True)
+os._exit(0)
+"""
+
+
+def test_nodes_meet_whose_launchers_have_restarted_their_ranks_at_different_times(tmp_path: Path) -> None:
+    (tmp_path / "meets.py").write_text(MEETS)
+    nodes = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(support.free_port())]
+    words = ["tools/launch.py", *nodes, "--nproc-per-node", "1", "--max-restarts", "2", "--monitor-interval", "0.1"]
+    commands = []
+    for number in "01":
+        argv = [sys.executable, *words, "--node-rank", number, str(tmp_path / "meets.py")]
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        commands.append(subprocess.Popen(argv, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True))
+    said = [command.communicate(timeout=120)[0] for command in commands]
+    assert ["met in 00" in said[0], "met in 11" in said[1]] == [True, True], said
+
+
 @FULL
 def test_a_run_goes_on_by_itself(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     """A run with --max-restarts restarts and resumes if a rank is killed, with and without a pipeline."""

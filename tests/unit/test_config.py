@@ -51,6 +51,7 @@ def test_a_later_file_wins_over_an_earlier_one(tmp_path: Path) -> None:
         (["--lr-decay-style", "cos"], "--lr-decay-style cos must be one of cosine, linear, constant"),
         (["--hidden-dropout", "1.5"], "must lie between 0 and 1"),
         (["--adam-beta1", "1.0"], "--adam-beta1 1.0 must be at least 0 and less than 1"),
+        (["--adam-eps", "0"], "--adam-eps 0.0 must be more than 0"),  # 0 / 0 where the gradient is 0
         (["--adam-beta2", "1.0"], "--adam-beta2 1.0 must be at least 0 and less than 1"),
         (["--load", ""], "--load is empty; give a path, or leave it out"),
         (["--model-parallel-size", "5"], "--num-attention-heads 12 cannot be split over --model-parallel-size 5"),

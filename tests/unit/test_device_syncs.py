@@ -1,6 +1,5 @@
 """On accelerators, training does not synchronise with the device needlessly; tested with stand-ins for a device."""
 
-import importlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import nn
 
 import tds
 from megatron.engines.engine import end_step
-from tds import _deepspeed, parent_death, progress, start
+from tds import _deepspeed, progress, start
 from tds.schedule import Forward
 from tests.sentences import SENTENCES
 
@@ -116,20 +115,6 @@ def test_calls_that_block_are_refused_under_a_pipeline(monkeypatch: pytest.Monke
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     with pytest.raises(ValueError, match=SENTENCES["cuda_launch_blocking_1_lets_a"]):
         start._refuse_settings(engine)
-
-
-def test_a_further_attempt_is_bound_to_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch.distributed as dist
-
-    given: dict[str, Any] = {}
-    module = importlib.import_module("torch.distributed.rendezvous")  # the attribute dist.rendezvous is a function
-    monkeypatch.setattr(module, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 0, 2)]))
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **more: given.update(more))
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    for backend, wanted in (("nccl", torch.device("cuda", 0)), ("gloo", None)):
-        parent_death.rejoin_store(backend, None, torch.device("cuda", 0))
-        assert given["device_id"] == wanted
 
 
 def _waits(timers: dict[str, Any]) -> bool:

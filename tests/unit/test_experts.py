@@ -14,10 +14,11 @@ from megatron.config.command_line import parse, with_values
 from megatron.config.fields import ConfigError
 from megatron.model import GPT2Model, T5Model
 from megatron.model import mixture as mixture_module
+from megatron.model.extra_losses import scale_router_loss
 from megatron.model.loss import count_targets
 from megatron.model.mixture import Mixture
 from megatron.model.router import Router, update_routers
-from megatron.model.text_tokens import text_tokens
+from megatron.model.text_tokens import Text, text_tokens
 
 COMMON = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --ff-hidden-size 24 --seq-length 12 --hidden-dropout 0 "
@@ -388,6 +389,19 @@ def test_the_auxiliary_loss_of_padded_windows_is_that_of_transformers() -> None:
     logits = (hidden @ router.weight.t()).transpose(0, 1).flatten(0, 1)
     expected = mixtral.load_balancing_loss_func((logits,), 4, 2, (ids != 0).long())
     torch.testing.assert_close(found, 0.5 * expected.view(1) / 2)  # transformers sums the shares over the two choices
+
+
+def test_less_than_one_token_of_text_for_a_rank_counts_as_it_is() -> None:
+    """With two context-parallel ranks, a single token of text counts as half a token on each."""
+    router = Router(parse(f"{FAMILIES['llama']} --num-experts 4 --router-z-loss 0.1".split()).model, "router").train()
+    hidden = torch.randn(2, 1, 16)
+    mask = torch.tensor([[True], [False]])
+    losses = [router(hidden, Text(mask, torch.tensor(total, dtype=torch.float64))).loss for total in (1.0, 0.5, 0.0)]
+    torch.testing.assert_close(losses[1], 2 * losses[0])
+    assert losses[2].isfinite()
+    targets = torch.tensor([3.0, 0.5], dtype=torch.float64)
+    of_half = scale_router_loss(losses[0], targets, targets)
+    torch.testing.assert_close(of_half, 3 * losses[0].sum())
 
 
 def test_micro_batches_with_more_text_count_more() -> None:

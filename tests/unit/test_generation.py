@@ -8,6 +8,7 @@ import torch
 
 from megatron.config.command_line import parse
 from megatron.model import GPT2Model, T5Model
+from megatron_tools.write.beams import Beam
 from megatron_tools.write.generation import (
     GPT2Stepper,
     ModelStepper,
@@ -280,3 +281,10 @@ def test_sampling_keeps_to_the_likely() -> None:
     assert share(Sampling(top_k=2)) == pytest.approx([0.625, 0.375, 0, 0], abs=0.03)
     assert share(Sampling(top_p=0.9)) == pytest.approx([0.526, 0.316, 0.158, 0], abs=0.03)
     assert share(Sampling(temperature=0)) == [1, 0, 0, 0]
+
+
+def test_beams_beyond_the_possible_continuations_give_none() -> None:
+    """With 3 tokens and 1 new token, there are 3 continuations, however many beams are asked for."""
+    search = Beam(5, 1, 2)
+    search.step(torch.log_softmax(torch.randn(5, 3), -1))
+    assert sorted(tokens for _, tokens in search.best()) == [[0], [1], [2]]

@@ -234,6 +234,8 @@ def test_rotations_are_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch)
         ("--num-key-value-heads 3", "--num-attention-heads 8 must be a multiple of --num-key-value-heads 3"),
         ("--kv-hidden-size 5", "must be an even number of dimensions, not 5"),
         ("--rotary-percent 0", "must be an even number of dimensions, not 0"),
+        # A product of floats, 0.29 x 100, is just below 29.
+        ("--kv-hidden-size 100 --rotary-percent 0.29", "must be an even number of dimensions, not 29"),
         ("--rope-scaling yarn --rope-scaling-factor 2", "--rope-scaling yarn needs --rope-original-length"),
         ("--rope-scaling-factor 2", "--rope-scaling-factor: not used by --rope-scaling (none)"),
         ("--rope-scaling linear --rope-beta-fast 2", "--rope-beta-fast: not used by --rope-scaling linear"),

@@ -230,3 +230,7 @@ def test_activations_have_one_size_with_muon(scale: str) -> None:
     found = measure_widths(parse(flags.split()), widths, "heads", steps=4, seeds=1)
     exponents = {mup: growth_exponent(widths, [sizes["MLP"] for sizes in of_width]) for mup, of_width in found.items()}
     assert abs(exponents[True]) < 0.15 and exponents[False] > 0.4
+
+
+def test_changes_of_zero_have_no_exponent() -> None:
+    assert math.isnan(growth_exponent([16, 32], [0.0, 0.0]))

@@ -677,7 +677,9 @@ def test_groups_of_layers_have_no_effect_on_an_estimate_without_a_pipeline() -> 
         assert peak(f"--pipeline-schedule interleaved --virtual-pipeline-size 2{stages}") == peak(stages)
 
 
-@pytest.mark.parametrize("cuts", ["0,4", "0,2,4,5", "0,5,3,6", "1,2,3,4", "0,2,4,30", "0,2,2,6"])
+@pytest.mark.parametrize(
+    "cuts", ["0,4", "0,2,4,5", "0,5,3,6", "1,2,3,4", "0,2,4,30", "0,2,2,6", "0,4,4", "0,4,8", "0,0,4"]
+)
 def test_a_list_that_does_not_divide_the_layers_is_refused(cuts: str) -> None:
     """The model has 8 layers in 3 stages: 4 transformer layers, and those before and after them."""
     config = parse([*TINY.split(), "--pipe-parallel-size", "3", "--partition-method", cuts])

@@ -197,6 +197,40 @@ def test_a_large_epoch_is_a_file_that_all_map(
     assert "every process keeps a copy in memory" in capsys.readouterr().err
 
 
+def test_ids_of_earlier_epochs_need_no_files(indexed: IndexedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run compares the ids of all samples since the first one."""
+    small = GPT2Dataset(indexed, range(100), 16, 1, "train")
+    count = 3 * small.samples_per_epoch + 5
+    expected = small.sample_ids(0, count).tolist()
+    monkeypatch.setattr("megatron.data.sample_order.SMALL_EPOCH", 50)
+    large = GPT2Dataset(indexed, range(100), 16, 1, "train")
+    assert large.sample_ids(0, count).tolist() == expected
+    assert not orders_of(indexed.prefix)
+    large[count]  # the epoch in use, which is a file
+    assert large.sample_ids(0, count).tolist() == expected
+    assert len(orders_of(indexed.prefix)) == 1
+    assert pickle.loads(pickle.dumps(large)).sample_ids(0, count).tolist() == expected
+
+
+def test_an_order_file_of_another_node_stays(indexed: IndexedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both nodes write their copy on a shared disk; the first one may be mapped when the second one is complete."""
+    monkeypatch.setattr("megatron.data.sample_order.SMALL_EPOCH", 50)
+    GPT2Dataset(indexed, range(100), 16, 1, "train")[0]
+    (path,) = Path(f"{indexed.prefix}.orders").glob("*.order")
+    other = path.rename(path.with_suffix(".other"))  # the copy of the other node, which this node does not see yet
+    fill = SampleOrder._fill_arrays
+
+    def fill_meanwhile(*args: Any) -> None:
+        fill(*args)
+        other.rename(path)
+
+    monkeypatch.setattr(SampleOrder, "_fill_arrays", fill_meanwhile)
+    inode = other.stat().st_ino
+    GPT2Dataset(indexed, range(100), 16, 1, "train")[0]
+    assert path.stat().st_ino == inode
+    assert orders_of(indexed.prefix) == [path.name]
+
+
 def test_the_order_of_a_large_epoch_is_on_the_disk_before_it_has_its_name(
     indexed: IndexedDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,6 +135,17 @@ def test_the_planner_counts_the_tokens_of_a_sample(flags: str) -> None:
     assert sample_lengths(config) == pytest.approx((plan.encoder, plan.decoder), abs=1)
 
 
+@pytest.mark.parametrize("position", ["learned", "relative"])
+def test_the_decoder_of_a_prefix_lm_has_a_quarter_of_the_encoders_tokens(
+    tiny_data: str, vocab_file: str, position: str
+) -> None:
+    flags = f"--family t5 --enc-seq-length 32 --objective prefix-lm --position-embedding {position} --split 1"
+    config = parse(f"{flags} --data-path {tiny_data} --vocab-file {vocab_file}".split())
+    task = TASKS["t5"]()
+    (train, _, _), _ = task.datasets(config, task.extended(config, load_tokenizer(vocab_file)))
+    assert (len(train[0]["encoder"]), len(train[0]["decoder"])) == sample_lengths(config) == (32, 8)
+
+
 @pytest.mark.parametrize("decoder", [None, 20, 40])
 @pytest.mark.parametrize("encoder", [16, 63, 128, 300])
 @pytest.mark.parametrize("ends", [True, False])

@@ -69,6 +69,18 @@ def test_the_newest_iterations_or_those_asked_for_are_kept(tmp_path: Path) -> No
     )
 
 
+def test_the_clock_of_a_device_is_read_when_recording_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times between device events are 32-bit floats: after a day, they are multiples of 8 ms."""
+    read: list[int] = []
+    monkeypatch.setattr(trace.Tracer, "_record_reference", lambda self: read.append(1))
+    tracer = trace.Tracer(torch.device("cuda"), tmp_path / "rank_00000.json", about(0), 3, 5)
+    found = []
+    for number in range(1, 7):
+        tracer.iteration(number)
+        found.append(len(read))
+    assert found == [0, 0, 1, 1, 1, 1]
+
+
 def test_collectives_are_noted_only_while_somebody_records(tmp_path: Path) -> None:
     before = dist.barrier, dist.all_reduce
     trace.start(trace.Tracer(CPU, tmp_path / "x.json", about(0)))
