@@ -17,6 +17,7 @@ from ..model.attention import Attention
 from ..model.layer_stack import transformer_layers
 from ..mpu import mappings
 from ..ranks import device
+from ..ranks.objects import gather_objects
 from ..ranks.rank_0 import print_rank_0
 from ..training.feature import Feature, Plan
 
@@ -51,9 +52,12 @@ def compile_layers(model: Any, config: Config, zero_stage: int = 0) -> None:
     requested = config.train.compile
     on_cuda = device.current_device().type == "cuda"
     is_enabled = on_cuda if requested is None else requested
-    if not (layers and is_enabled):
+    if not is_enabled:
         return
-    reason = reason_against(layers, config, zero_stage)
+    # A node may lack a compiler. Then no rank compiles, as compiled layers round differently.
+    reason = next(filter(None, gather_objects(reason_against(layers, config, zero_stage))), None)
+    if not layers:
+        return
     if reason is not None:
         outcome = "--compile has no effect" if requested else "note: layers are not compiled"
         print_rank_0(f"{outcome}: {reason}")

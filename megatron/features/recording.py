@@ -89,6 +89,6 @@ class Recording(Feature):
                 print_rank_0(f"warning: the timelines of the ranks cannot be merged: {failure}")
                 return
             print_rank_0(
-                f"wrote the timeline of {merged.ranks} ranks to {merged.path}; their clocks are aligned to within "
-                f"{merged.error_us:.0f} us"
+                f"wrote the timeline of {merged.ranks} of {dist.get_world_size()} ranks to {merged.path}; their clocks "
+                f"are aligned to within {merged.error_us:.0f} us"
             )

@@ -258,3 +258,18 @@ def test_a_compiled_layer_refuses_a_hook_that_it_cannot_call(accumulating: Accum
     sums.hooked = True
     with pytest.raises(RuntimeError, match="gradient hook.* --no-compile"):
         layer((x, ids))[0].square().sum().backward()
+
+
+def _on_unlike_hosts(hosts_with_compiler: tuple[bool, bool]) -> bool:
+    config = parse(FLAGS.split())
+    mpu.initialize_model_parallel(2)
+    layer = Block(config.model, "layers.0")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiling, "compiler_found", lambda: hosts_with_compiler[dist.get_rank()])
+        compile_layers(nn.Sequential(layer), config)
+    return layer._compiled_call_impl is not None
+
+
+@pytest.mark.parametrize("hosts", [(True, True), (True, False), (False, True)])
+def test_either_all_ranks_compile_or_none(hosts: tuple[bool, bool]) -> None:
+    assert on_ranks(2, _on_unlike_hosts, hosts) == [all(hosts)] * 2
