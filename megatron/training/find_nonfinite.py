@@ -33,8 +33,7 @@ def explain_fault(run: Run, fault: Fault) -> str:
     If the reason is skipped steps, the last iteration is recomputed to find the rank and the parameter.
     """
     samples = fault.samples
-    first_skipped = samples.iteration - fault.streak + 1
-    advice = f"--skip-iterations {first_skipped}-{samples.iteration} continues past them; {LR_ADVICE} may avoid them"
+    advice = f"--skip-iterations {fault.first}-{samples.iteration} continues past them; {LR_ADVICE} may avoid them"
     if fault.spike:  # --skip-step-sigma skipped the last step, so there is nothing non-finite to find
         return (
             f"{fault.streak} steps in a row were skipped, the last one at {samples}: {fault.spike}; {advice}; a higher "

@@ -65,11 +65,13 @@ class Fault(NamedTuple):
 
     samples: the last iteration's number and its range of samples.
     streak: number of skipped steps in a row. Steps that fp16 skips at first to find its loss scale do not count.
+    first: number of the first iteration after the last step that was taken.
     loss: the loss of the last iteration.
     """
 
     samples: SampleRange
     streak: int
+    first: int
     loss: float
     min_scale: float | None  # the loss scale if it is at its minimum, else None
     spike: Deviation | None = None  # reason of the last skipped step if --skip-step-sigma skipped it
@@ -172,14 +174,14 @@ class Health:
         if self.fault is not None:  # the first fault is the one to report
             return
         overflowed = not is_applied and step.spike is None
+        min_scale = None
         # No lower loss scale is left to try if it was at its minimum before the step, and still is.
-        is_at_min_scale = self._min_scale is not None and scale_before == step.loss_scale == self._min_scale
-        if overflowed and is_at_min_scale:
-            self.fault = Fault(samples, self._streak, loss, self._min_scale)
-            return
+        if overflowed and scale_before == step.loss_scale == self._min_scale:
+            min_scale = self._min_scale
         diverged = is_applied and not math.isfinite(loss)  # a finite gradient, but no finite loss
-        if diverged or self._streak >= self._max_skipped:
-            self.fault = Fault(samples, self._streak, loss, min_scale=None, spike=step.spike)
+        if min_scale is not None or diverged or self._streak >= self._max_skipped:
+            first = self._applied_state.iteration + 1
+            self.fault = Fault(samples, self._streak, first, loss, min_scale, step.spike)
 
     def _find_spikes(self, samples: SampleRange, loss: float) -> list[Spike]:
         """Return [spike] if `loss` exceeds the median of recent losses by much more than their noise, else [].

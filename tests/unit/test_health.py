@@ -46,6 +46,19 @@ def test_steps_in_a_row_are_counted_over_reads() -> None:
     assert health.fault.streak == 3
 
 
+def test_a_streak_begins_before_an_iteration_that_a_flag_skips() -> None:
+    """Iterations 2, 4 and 5 are skipped for their gradients and 3 by a flag: to continue, skip 2 to 5."""
+    health = Health(TrainState(), 3)
+    feed(health, [1.0, NAN])
+    health.skip(TrainState(3, 24))
+    for iteration in (4, 5):
+        step = StepResult(torch.tensor(2.0), NAN, None, skip_is_known=False)
+        health.add(step, SampleRange(iteration, 8 * iteration - 8, 8), TrainState(iteration, 8 * iteration))
+    health.read()
+    assert health.fault is not None
+    assert (health.fault.first, health.fault.samples.iteration, health.fault.streak) == (2, 5, 3)
+
+
 def test_a_loss_that_is_none_with_a_gradient_that_is_one() -> None:
     health = Health(TrainState(), 3)
     feed(health, [1.0, 1.0], losses=[1.0, NAN])
