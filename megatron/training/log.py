@@ -25,10 +25,14 @@ class TrainingLog(Feature):
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        min_scale = zero_state.least_loss_scale(run.engine.deepspeed)
-        scale = zero_state.get_loss_scaler(run.engine.deepspeed).get("cur_scale")
-        has_stepped = zero_state.get_step(run.engine.deepspeed) > 0
-        self.health = Health(run.state, run.config.train.max_skipped_steps, scale, min_scale, has_stepped)
+        engine = run.engine.deepspeed
+        min_scale = zero_state.least_loss_scale(engine)
+        scaler = zero_state.get_loss_scaler(engine)
+        # SGD and frozen weights have no step count, but the scaler knows how long ago it lowered the scale.
+        taken = scaler.get("cur_iter", 0) - scaler.get("last_overflow_iter", -1) - 1
+        has_stepped = max(taken, zero_state.get_step(engine)) > 0
+        max_skipped = run.config.train.max_skipped_steps
+        self.health = Health(run.state, max_skipped, scaler.get("cur_scale"), min_scale, has_stepped)
         self.time_left = TimeLeft()
         self.batch_samples = run.global_batch_size  # number of samples of the last iteration
         self.last_samples = SampleRange(run.state.iteration, run.state.consumed_samples, 0)  # of the last iteration

@@ -286,6 +286,16 @@ def test_a_run_that_learns_nothing_ends_and_keeps_its_last_good_checkpoint(
             assert index["state"]["iteration"] == good
 
 
+def test_a_resumed_fp16_run_with_sgd_counts_skipped_steps(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    """SGD has no step count, so a resumed run seemed to search for its first loss scale."""
+    (tmp_path / "fp16.json").write_text(json.dumps({"fp16": {"enabled": True, "initial_scale_power": 8}}))
+    flags = f"--deepspeed-config {tmp_path}/fp16.json --optimizer sgd --save-interval 1 --max-skipped-steps 2"
+    cases = {"sgd+": (f"{flags} --train-iters 2", NORM, 9), "sgd": (f"{flags} --train-iters 6", NORM, 2)}
+    (ends,) = on_ranks(1, _ends, cases, str(tmp_path), tiny_data, vocab_file)
+    assert ends.keys() == {"sgd"}
+    assert ends["sgd"].startswith("2 steps in a row were skipped, the last one at iteration 4")
+
+
 def _all(starts: list[tuple[Start, list[int]]], data: str, vocab_file: str) -> None:
     with remembered_groups() as begin:
         for start, bad in starts:
