@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from tds import optimizer_state as zero_state
 
+from .. import mpu
 from ..engines.engine import StepResult
 from ..model.work import flops_per_token
 from ..ranks import device as device_module
@@ -81,6 +82,8 @@ class TrainingLog(Feature):
             self.check()
             self.health.skip(state)
             self.skipped_by_flag += 1
+            # DeepSpeed, whose monitors use this number, has not seen these samples.
+            self.run.engine.deepspeed.global_samples += samples.samples * mpu.get_mesh().context.size
             print_rank_0(f"{samples} is skipped, as --skip-iterations or --skip-samples lists it")
         else:
             self.health.add(step, samples, state)

@@ -221,20 +221,20 @@ def _resumed(folder: str, data: str, vocab_file: str) -> None:
     settings.write_text(json.dumps(monitor))
     flags = (
         f"--deepspeed-config {settings} --pipe-parallel-size 1 --context-parallel-size 2 --precision fp32 "
-        "--batch-size 2 --gas 2 --train-iters 4 --save-interval 2 --exit-interval 2"
+        "--batch-size 2 --gas 2 --train-iters 6 --save-interval 2 --exit-interval 3 --skip-iterations 2 5"
     )
     start = Start("gpt2", Path(folder) / "run", flags)
     run_all([start, start], data, vocab_file)
 
 
-def test_deepspeeds_monitors_go_on_counting_samples_after_a_resume(
+def test_deepspeeds_monitors_go_on_counting_samples_after_a_resume_and_skipped_iterations(
     tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """The axis counts each sample once for each context-parallel rank."""
+    """The axis counts each sample once for each context-parallel rank. Iterations 2 and 5 are skipped by a flag."""
     on_ranks(2, _resumed, str(tmp_path), tiny_data, vocab_file)
     lines = (tmp_path / "run" / "Train_Samples_train_loss.csv").read_text().splitlines()
     values = [line.split(",")[0] for line in lines if line[0].isdigit()]
-    assert values == ["8", "16", "24", "32"]
+    assert values == ["8", "24", "32", "48"]
 
 
 def _evaluated_targets(folder: str, data: str, vocab_file: str) -> list[dict[str, float]]:
