@@ -60,8 +60,7 @@ def unknown_arguments(words: Sequence[str]) -> Iterator[str]:
 
 def removal_error(name: str) -> str:
     """Return an error for a removed setting."""
-    advice = REMOVED[name] or "leave it out"
-    return f"{flag(name)} has been removed: {advice}"
+    return f"{flag(name)} has been removed: {REMOVED[name] or 'leave it out'}"
 
 
 def refuse_removed(saved: Mapping[str, Any], where: Path) -> None:

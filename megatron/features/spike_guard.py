@@ -57,16 +57,14 @@ class Guard(Feature):
         self._run = run
 
     def before_step(self, iteration: int) -> None:
-        from ..training.remote_datasets import stage_begins
+        from ..training.remote_datasets import begins_stage
 
         run = self._run
         first = run.state.consumed_samples
         samples = range(first, first + run.global_batch_size)  # those of the coming step
         tokens = len(samples) * sum(run.sample_shape)
-        # A data stage is another blend of corpora, with other losses.
-        begins_stage = any(begin in samples for begin in stage_begins(run.datasets[0]))
         # The gradient of a smaller batch has more noise, so its norm is higher in every step.
-        if begins_stage or tokens < self._batch_tokens:
+        if begins_stage(run.datasets[0], samples) or tokens < self._batch_tokens:
             self._guard.recent.clear()
         self._batch_tokens = tokens
 

@@ -84,6 +84,7 @@ class Health:
     same numbers, so they make the same decisions.
     state: training state at the start of the run.
     max_skipped: the run ends after this number of skipped steps in a row.
+    recent_losses: losses that a new loss is compared with; clear it if those of other data follow.
     scale, min_scale: loss scale of fp16 and its minimum; None without a dynamic loss scale.
     has_stepped: whether the optimizer has made a step before, so that the loss scale is no longer the initial one.
     """
@@ -103,7 +104,7 @@ class Health:
         self._streak = 0
         self._lowers_first_scale = min_scale is not None and not has_stepped
         self._unread: list[tuple[StepResult, SampleRange, TrainState]] = []
-        self._recent_losses: deque[float] = deque(maxlen=MAX_RECENT_LOSSES)
+        self.recent_losses: deque[float] = deque(maxlen=MAX_RECENT_LOSSES)
         self.fault: Fault | None = None
 
     def add(self, step: StepResult, samples: SampleRange, state: TrainState) -> None:
@@ -189,7 +190,7 @@ class Health:
         The noise is estimated by the median absolute deviation (Hampel 1974), which single spikes hardly affect.
         """
         spikes = []
-        recent = self._recent_losses
+        recent = self.recent_losses
         if len(recent) >= MIN_RECENT_LOSSES:
             median = statistics.median(recent)
             # 1.4826 times the median absolute deviation of a normal distribution is its standard deviation.

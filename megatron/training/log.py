@@ -18,6 +18,7 @@ from ..ranks.rank_0 import print_rank_0
 from .console import TimeLeft, training_line
 from .feature import Feature, Interval, due
 from .health import Health, SampleRange
+from .remote_datasets import begins_stage
 from .run_state import Run
 
 
@@ -67,6 +68,9 @@ class TrainingLog(Feature):
         first_sample = self.run.state.consumed_samples
         before = self.batch_samples
         self.batch_samples = self.run.global_batch_size
+        if begins_stage(self.run.datasets[0], range(first_sample, first_sample + self.batch_samples)):
+            self.check()  # compares the losses of the last stage among each other
+            self.health.recent_losses.clear()
         if self.batch_samples != before:
             print_rank_0(
                 f"iteration {iteration} (from sample {first_sample} on): the global batch changes from {before} to "

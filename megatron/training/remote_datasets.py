@@ -41,6 +41,11 @@ def stage_begins(dataset: Any) -> Sequence[int]:
     return getattr(dataset, "begins", ()) if is_builtin(dataset) else ()  # type: ignore[no-any-return]
 
 
+def begins_stage(dataset: Any, samples: range) -> bool:
+    """Return whether a data stage begins with one of `samples`: another blend of corpora, with other losses."""
+    return any(begin in samples for begin in stage_begins(dataset))
+
+
 def is_builtin(dataset: Any) -> bool:
     """Return whether a data set is of a class of this package, not of a user's class."""
     return type(dataset).__module__.startswith("megatron.")

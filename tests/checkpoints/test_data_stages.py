@@ -67,6 +67,17 @@ def test_a_run_resumed_in_other_layouts_equals_one_without_a_break(
     assert set(found["a"]) == {1, 2, 3, 4} and set(found["b"]) == {1, 4, 5, 6} and set(found["c"]) == {3, 4, 5, 6}
 
 
+def test_losses_of_another_stage_are_no_spikes(tmp_path: Path, corpora: dict[str, str], vocab_file: str) -> None:
+    """The loss jumps when new token ids appear, which the model has learned to expect nowhere."""
+    stages = "--data-stages 0: {a}; 80: {c}".format(**corpora)
+    flags = "--lr 2e-2 --num-layers 2 --train-iters 44 --save-interval 0 --log-interval 1"
+    go(1, tmp_path, f"{stages} {flags}", vocab_file)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    losses = losses_of(tmp_path)
+    assert losses[40] > losses[39] + 1.0
+    assert [row["spikes"] for row in rows if "spikes" in row] == []
+
+
 def test_other_weights_begin_a_stage(tmp_path: Path, corpora: dict[str, str], vocab_file: str) -> None:
     """A stage that --override-data begins continues the counters of the corpora; the same command then resumes."""
     first, second = "--data-path 0.5 {a} 0.5 {b}", "--data-path 0.9 {a} 0.1 {c}"
