@@ -14,8 +14,7 @@ _SUMS_LINE = re.compile(r"([0-9a-f]{64})  ([^/]+)")
 def read_sums(checkpoint: Path) -> dict[str, str]:
     """Read the checksum file and return the checksum of each file, by name. Raises CheckpointError."""
     path = sums_file(checkpoint)
-    if not path.is_file():
-        raise unreadable_error(path, why_missing(path))
+    _require_file(path)
     lines = path.read_bytes().decode("utf-8", "replace").split("\n")[:-1]  # nothing follows the last newline
     sums = dict[str, str]()
     for number, line in enumerate(lines, 1):
@@ -30,10 +29,14 @@ def read_sums(checkpoint: Path) -> dict[str, str]:
 
 def check_file(path: Path, checksum: Checksum, expected: str) -> None:
     """Raise CheckpointError if a file is missing or its checksum differs."""
-    if not path.is_file():
-        raise unreadable_error(path, why_missing(path))
+    _require_file(path)
     if checksum.hash_file(path) != expected:
         raise unreadable_error(path, f"is damaged: its checksum is not the one in {checksum.sums_name}")
+
+
+def _require_file(path: Path) -> None:
+    if not path.is_file():
+        raise unreadable_error(path, why_missing(path))
 
 
 def unreadable_error(path: Path, problem: str) -> CheckpointError:

@@ -139,7 +139,7 @@ class Router(nn.Module):
         """
         # Multiplying by `applied` instead of testing it spares the host from waiting for a tensor.
         self.tokens += (tokens - self.tokens) * applied
-        if self.config.has_router_bias:
+        if self.config.has_router_bias and self.weight.requires_grad:  # a frozen router keeps its bias
             # +1 for an expert with fewer tokens than the mean, -1 for one with more, without a division.
             direction = (tokens.sum() - tokens * len(tokens)).sign()
             self.bias_steps += direction * applied

@@ -267,6 +267,15 @@ def test_a_bias_rises_for_experts_with_few_tokens() -> None:
     assert router.bias_steps.tolist() == [-1, 1, 0, 1]
 
 
+def test_a_frozen_router_keeps_its_bias() -> None:
+    model = _model("llama", "--num-experts 4 --router-balance bias")
+    router = next(module for module in model.modules() if isinstance(module, Router))
+    router.weight.requires_grad_(False)
+    router.end_step(torch.tensor([10, 2, 4, 0]))
+    assert router.bias_steps.tolist() == [0, 0, 0, 0]
+    assert router.tokens.tolist() == [10, 2, 4, 0]
+
+
 def test_evaluation_counts_no_tokens_and_returns_only_logits() -> None:
     model = _model("gpt2", "--num-experts 4").eval()
     assert isinstance(model(torch.zeros(1, 5, dtype=torch.int64)), Tensor)
