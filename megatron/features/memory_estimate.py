@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megatron.estimate.per_rank import rank_memory
 from megatron.estimate.sizes import DTYPE_BYTES, parameters, stages_of
+from tds.clip import trainable_weights
 from tds.diagnose import Watchdog
 
 from ..config import Config
@@ -42,12 +43,13 @@ class MemoryEstimate(Feature):
     def engine(self, engine: Any, plan: Plan) -> None:
         model = engine.module
         parameters = count_parameters(model)
+        num_trained = count_parameters(model, set(trainable_weights(model)))
         num_muon = 0
         if plan.config.optim.muon_scale:
             from ..model.muon_parameters import muon_parameters
 
             num_muon = count_parameters(model, muon_parameters(model))
-        Watchdog.advice = memory_advice(parameters, plan.config, plan.resolved.precision, num_muon)
+        Watchdog.advice = memory_advice(parameters, num_trained, plan.config, plan.resolved.precision, num_muon)
 
     def row(self, interval: Interval) -> dict[str, Any]:
         return {"memory_before_model_mb": self._before_model} if self._before_model else {}
@@ -82,8 +84,7 @@ def estimate_lines(task: Task, config: Config, resolved: Resolved, device: torch
     lines = [f"estimate: {size}"]
     available = device_module.total_memory(device)
     # Offloaded tensors are in the memory of the host, so the device needs less than the estimate.
-    zero_settings: dict[str, Any] = resolved.deepspeed.get("zero_optimization", {})
-    if available is None or offloaded_part(zero_settings):
+    if available is None or offloaded_part(resolved.deepspeed["zero_optimization"]):
         return lines
     # The ranks of a machine share the memory of its CPUs; an accelerator has one rank.
     ranks = ranks_on_machine(world) if device.type == "cpu" else 1
@@ -106,19 +107,20 @@ def estimate_lines(task: Task, config: Config, resolved: Resolved, device: torch
     return lines
 
 
-def memory_advice(parameters: int, config: Config, precision: str, num_muon: int = 0) -> str:
+def memory_advice(parameters: int, num_trained: int, config: Config, precision: str, num_muon: int = 0) -> str:
     """Return the part of an out-of-memory message that says what takes memory and which flags reduce it.
 
-    num_muon: how many of the parameters Muon steps, for which it keeps one moment instead of two.
+    num_trained: how many of the parameters are not frozen. num_muon: how many Muon steps, for which it keeps one moment
+    instead of two.
     """
     moments = 1 if config.optim.optimizer == "sgd" else 2
     if config.optim.ema_decay is not None:
         moments += 1
-    num_values = (2 + moments) * parameters - num_muon  # weight, gradient and moments
+    num_values = (1 + moments) * num_trained - num_muon  # gradient and moments
     if precision in ("fp64", "fp32"):
-        size = num_values * DTYPE_BYTES[precision]
+        size = (parameters + num_values) * DTYPE_BYTES[precision]
     else:
-        size = 4 * num_values + 2 * parameters  # fp32 master weight, gradient and moments, and the 16-bit weight
+        size = 4 * (num_trained + num_values) + 2 * parameters  # fp32 master weight and these, and the 16-bit weight
     return (
         f"weights, gradients and optimizer of the whole model take {size / 1e9:.3g} GB, sharded by "
         "--zero-stage, --model-parallel-size and --pipe-parallel-size; activations take the rest of the memory: lower "

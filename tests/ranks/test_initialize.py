@@ -1,7 +1,10 @@
 """Collectives have one timeout during start-up and another in training; a report shows where hanging ranks are."""
 
+import json
 import time
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +18,9 @@ from megatron.features.memory_estimate import memory_advice
 from megatron.ranks import initialize
 from megatron.ranks.errors import one_line_error
 from megatron.ranks.initialize import initialize_megatron
-from tds.diagnose import out_of_memory
+from tds.diagnose import Watchdog, out_of_memory
 from tds.messages import error_text, shortened
+from tests.checkpoints.runs import Start, make
 from tests.support import ends_of_ranks, on_ranks
 
 
@@ -143,8 +147,27 @@ def test_want_of_memory_has_a_sentence() -> None:
         torch.empty(10**15)
     assert str(out_of_memory(error.value)).startswith("is out of memory ([enforce fail")
     assert out_of_memory(RuntimeError("another")) is None
-    advice = memory_advice(10**9, parse(["--batch-size", "3"]), "bf16")
+    advice = memory_advice(10**9, 10**9, parse(["--batch-size", "3"]), "bf16")
     assert "take 18 GB" in advice
     assert "lower --batch-size 3" in advice
-    muon = memory_advice(10**9, parse(["--optimizer", "muon"]), "fp32", num_muon=75 * 10**7)
+    muon = memory_advice(10**9, 10**9, parse(["--optimizer", "muon"]), "fp32", num_muon=75 * 10**7)
     assert "take 13 GB" in muon  # 16 GB with two moments for all weights
+    for precision, size in (("fp32", "take 7 GB"), ("bf16", "take 6 GB")):
+        frozen = memory_advice(10**9, 25 * 10**7, parse([]), precision)
+        assert size in frozen, "a frozen weight has no gradient, moments and master weight"
+
+
+def _advice_of_a_run_with_frozen_weights(folder: str, data: str, vocab_file: str) -> str:
+    flags = f"--precision fp32 --param-groups {folder}/groups.json"
+    with make(Start("gpt2", Path(folder) / "run", flags), data, vocab_file):
+        return Watchdog.advice
+
+
+def test_a_run_counts_its_frozen_weights(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    advice = {}
+    rules: dict[str, Any] = {"none": {"lr_factor": 0.5}, "frozen": {"frozen": True}}
+    for name, rule in rules.items():
+        (tmp_path / "groups.json").write_text(json.dumps([{"pattern": "embedding.*", **rule}]))
+        (advice[name],) = on_ranks(1, _advice_of_a_run_with_frozen_weights, str(tmp_path), tiny_data, vocab_file)
+    sizes = {name: float(words.split("take ")[1].split()[0]) for name, words in advice.items()}
+    assert sizes["frozen"] < 0.6 * sizes["none"], "most weights of this model are in the embedding"
