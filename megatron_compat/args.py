@@ -8,10 +8,10 @@ from megatron.config import Config
 from megatron.config.command_line import HOME, RENAMED, nearest
 
 
-def _on_cuda() -> bool:
+def _distributed_backend() -> str:
     from megatron.ranks import device
 
-    return device.current_device().type == "cuda"
+    return device.default_backend(device.current_device())
 
 
 def _params_dtype(args: "Args") -> Any:
@@ -51,7 +51,7 @@ ATTRIBUTES: dict[str, Callable[["Args"], Any]] = {
     "bf16": lambda args: args.number_format == "bf16",
     "checkpoint_in_cpu": lambda args: args.offload_activations,
     "deepspeed_activation_checkpointing": lambda args: args.checkpoint_activations,
-    "distributed_backend": lambda args: "nccl" if _on_cuda() else "gloo",
+    "distributed_backend": lambda args: _distributed_backend(),
     "do_test": lambda args: args.config.train.eval_iters > 0,
     "do_train": lambda args: args.config.train.train_iters > 0,
     "do_valid": lambda args: args.config.train.eval_iters > 0,

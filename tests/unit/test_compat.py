@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
 from megatron.model.masks import document_mask, no_documents
+from megatron.ranks import device as device_module
 from megatron.tasks import functions
 from megatron.tasks.functions import parse_own_flags
 from megatron.timers import Timers
@@ -315,3 +316,11 @@ def test_args_have_the_format_to_which_the_run_has_resolved_its_precision(precis
 def test_args_can_be_copied(copied: Callable[[Args], Args]) -> None:
     args = copied(Args(parse(["--hidden-size", "24"]), {"head_scale": 2.0}, "bf16"))
     assert (args.hidden_size, args.head_scale, args.bf16) == (24, 2.0, True)
+
+
+@pytest.mark.parametrize(("kind", "backend"), [("cpu", "gloo"), ("cuda", "nccl"), ("xpu", "xccl")])
+def test_get_args_names_the_backend_of_the_accelerator(
+    kind: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_module, "current_device", lambda: torch.device(kind))
+    assert Args(parse([])).distributed_backend == backend
