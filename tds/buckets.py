@@ -149,7 +149,7 @@ class Bucket:
         for parameter in self.parameters:
             if parameter.grad is not None:  # the user has set this gradient, so no autograd hook has added it
                 self.add(parameter)
-        self.received = set(self._arrived)
+        self.received = self._arrived
         for slot in self.slots:
             if slot not in self._arrived:
                 self._grad_sum(slot).zero_()
@@ -182,7 +182,7 @@ class Bucket:
 
     def drop_grads(self) -> None:
         """Drop all gradients at the end of a step and free their memory, which the next forward pass may use."""
-        self._arrived.clear()
+        self._arrived = set()  # `received` keeps the set of this step
         self.readable_grads.clear()
         for parameter in self.parameters:
             parameter.grad = None
