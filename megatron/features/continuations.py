@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import mpu
 from ..model.loss import Targets, TokenLoss, split_router_loss
 from ..ranks.objects import broadcast_from_rank_0, gather_objects
-from ..ranks.rank_0 import is_rank_0
+from ..ranks.rank_0 import is_rank_0, print_rank_0
 from ..training.run_state import Run
 from .eval_tasks import RankScorer
 from .sampling import Sampling, sample_next_tokens
@@ -82,7 +82,7 @@ def continue_prompts(run: Run, prompts: Sequence[str], max_new_tokens: int, temp
     """Return each prompt with its continuation of at most `max_new_tokens` tokens. All ranks must call this.
 
     A prompt is the beginning of a document. The random numbers depend on --seed and the prompt, so that the texts of
-    different iterations differ only by what the model has learned.
+    different iterations differ only by what the model has learned. Returns [], after a note, if logits are not finite.
     """
     tokenizer = run.tokenizer
     texts = []
@@ -97,6 +97,9 @@ def continue_prompts(run: Run, prompts: Sequence[str], max_new_tokens: int, temp
     unfinished = list(range(len(texts)))  # indices of the texts that have not ended
     for _ in range(max_new_tokens):
         logits = next_logits.compute([texts[i] for i in unfinished])
+        if not logits.amax(-1).isfinite().all():  # a single token may have minus infinity
+            print_rank_0(f"note: no samples at iteration {run.state.iteration}, as the model's logits are not finite")
+            return []
         new_tokens = []
         # Only rank 0 draws, so that all ranks continue with the same tokens.
         if is_rank_0():

@@ -74,7 +74,8 @@ class Samples(Periodic):
         """Read the prompts and the interval, by default that of evaluations."""
         settings = run.config.of(SampleSettings)
         self._run = run
-        self._prompts = settings.sample_prompt or ()
+        assert settings.sample_prompt  # else the run does not have this feature
+        self._prompts = settings.sample_prompt
         interval = settings.sample_interval
         self._interval = run.config.train.eval_interval if interval is None else interval
 
@@ -96,6 +97,8 @@ class Samples(Periodic):
         run = self._run
         settings = run.config.of(SampleSettings)
         texts = continue_prompts(run, self._prompts, settings.sample_tokens, settings.sample_temperature)
+        if not texts:  # the model has NaN logits
+            return
         samples = []
         for prompt, text in zip(self._prompts, texts, strict=True):
             print_rank_0(f"iteration {run.state.iteration:7d} | sample of {prompt}: {text}")

@@ -1,12 +1,19 @@
 """--sample-prompt: the same texts in every layout, those of tools/generate.py, and an unchanged training."""
 
+import contextlib
+import io
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron.model.layers import global_parameters
 from megatron.tokenizer import load_tokenizer
-from tests.support import command, losses, train, train_gpt2
+from megatron.training.loop import train as train_run
+from tests.checkpoints.runs import Start, make
+from tests.conformance.engines import remembered_groups
+from tests.support import command, losses, on_ranks, train, train_gpt2
 
 MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 24 --train-iters 4 --eval-iters 1"
 STEPS = "--eval-interval 2 --log-interval 1 --lr 1e-2 --hidden-dropout 0.1 --attention-dropout 0.1 --precision fp64"
@@ -72,6 +79,26 @@ def test_training_is_unchanged(tmp_path: Path, tiny_data: str, vocab_file: str) 
     assert losses(sampled) == losses(without)
     assert losses(sampled, "valid") == losses(without, "valid")
     assert len(texts_of(sampled)) == 4
+
+
+def _sampled_with_nan(folder: str, data: str, vocab_file: str) -> str:
+    flags = "--pipe-parallel-size 2 --sample-prompt river --sample-interval 1 --sample-temperature"
+    with contextlib.redirect_stdout(io.StringIO()) as said, remembered_groups() as begin:
+        for temperature in ("0", "0.8"):
+            begin()
+            start = Start("gpt2", Path(folder), f"{flags} {temperature} --train-iters 0")
+            with make(start, data, vocab_file) as run:
+                for name, p in global_parameters(run.engine.deepspeed.module):
+                    if name == "final_norm.norm.weight":
+                        p.data[0] = math.nan
+                train_run(run)
+    return said.getvalue()
+
+
+def test_a_model_with_nan_logits_gives_a_note_and_no_sample(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    said, _ = on_ranks(2, _sampled_with_nan, str(tmp_path), tiny_data, vocab_file)
+    assert said.count("note: no samples at iteration 0") == 2
+    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize(
