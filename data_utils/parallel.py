@@ -55,7 +55,10 @@ def ordered_map(
             while pending:
                 yield pending.popleft().result()
         except BrokenProcessPool:
-            raise RuntimeError("a worker process died, perhaps for lack of memory; try fewer --workers") from None
+            raise RuntimeError(
+                "a worker process died; if it has printed no error above, the machine may have too little memory: try "
+                "fewer --workers"
+            ) from None
         finally:
             # Otherwise, after an error, the end of `with` would wait until all pending items are computed.
             pool.shutdown(cancel_futures=True)

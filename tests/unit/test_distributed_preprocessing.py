@@ -128,3 +128,13 @@ def test_the_tools_on_ray_write_the_same_bytes(tool: Tool, tmp_path: Path, vocab
         tool("preprocess_data", *argv, *who)
     assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
     same(tmp_path, "a_text_document", "b_text_document")
+
+
+def _fail_to_begin() -> None:
+    raise OSError("the tokenizer cannot be read")
+
+
+def test_a_worker_that_cannot_begin_points_to_its_own_error(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RuntimeError, match="printed no error above"):
+        list(ordered_map(abs, range(3), 1, _fail_to_begin, (), None))
+    assert "the tokenizer cannot be read" in capfd.readouterr().err

@@ -75,7 +75,7 @@ class Disk:
 def no_worker(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, _: Path) -> None:
     def die(*args: Any) -> Any:
         yield from [honest(*args)] if args[0].start < 30_000 else []
-        raise RuntimeError("a worker process died, perhaps for lack of memory; try fewer --workers")
+        raise RuntimeError("a worker process died; the machine may have too little memory")
 
     honest = tool.tokenize
     monkeypatch.setattr(tool, "tokenize", lambda chunk: next(die(chunk)))
