@@ -182,9 +182,10 @@ def has_loss_mask(prefix: str) -> bool:
     """Return True if PREFIX_loss is the loss mask of the corpus `prefix`, and no ordinary corpus of this name.
 
     A loss mask has the dtype uint8, which `best_dtype` gives to no tokens. A damaged index counts as that of a mask.
+    A mask whose tokens were deleted remains one: it would count as that of a new corpus `prefix`.
     """
     path = to_path(f"{prefix}{LOSS_SUFFIX}.idx")
-    if not path.is_file() or not to_path(f"{prefix}.idx").is_file():
+    if not path.is_file():
         return False
     with path.open("rb") as file:
         header = file.read(HEADER.size)

@@ -202,9 +202,12 @@ def test_a_merged_corpus_replaces_neither_text_nor_keeps_an_old_sidecar(tmp_path
     assert IndexedDataset(output).num_tokens == 22 and not sidecar.exists()
 
 
+@pytest.mark.parametrize("has_tokens", [True, False])
 @pytest.mark.parametrize("words", [["merge"], ["drop", "1"]])
-def test_no_corpus_is_written_beside_the_loss_mask_of_an_older_one(tmp_path: Path, words: list[str]) -> None:
-    """The mask would count as that of the new corpus."""
+def test_no_corpus_is_written_beside_the_loss_mask_of_an_older_one(
+    tmp_path: Path, words: list[str], has_tokens: bool
+) -> None:
+    """The mask would count as that of the new corpus, also if the old tokens were deleted."""
     old = write(tmp_path / "old", 1, [3] * 4)
     new = write(tmp_path / "new", 2, [3] * 4)
     for ending in ("bin", "idx"):
@@ -212,6 +215,12 @@ def test_no_corpus_is_written_beside_the_loss_mask_of_an_older_one(tmp_path: Pat
     with pytest.raises(ValueError, match=f"{old}_loss"):
         run(words[0], new, *words[1:], "--output", old)
     assert IndexedDataset(old)[0][0] == 1000
+    if not has_tokens:
+        for ending in ("bin", "idx"):
+            Path(f"{old}.{ending}").unlink()
+        with pytest.raises(ValueError, match=f"{old}_loss"):
+            run(words[0], new, *words[1:], "--output", old)
+        return
     run(words[0], old, *words[1:], "--output", new)  # a corpus with a mask replaces one without it
     run(words[0], old, *words[1:], "--output", new)
     assert IndexedDataset(f"{new}_loss").num_documents == IndexedDataset(new).num_documents
