@@ -67,12 +67,11 @@ class Chunk:
         if self.content is not None:
             return self.content
         with open(self.path, "rb") as file:
-            if os.fstat(file.fileno()).st_mtime_ns != self.changed:
-                raise InputError(f"{self.path} was changed or replaced while it was read; start again")
+            changed = os.fstat(file.fileno()).st_mtime_ns
             file.seek(self.start)
             content = file.read(self.length)
-        if len(content) != self.length:
-            raise _shrunk_error(self.path)
+        if changed != self.changed or len(content) != self.length:
+            raise InputError(f"{self.path} was changed or replaced while it was read; start again")
         return content
 
     def line_number(self, offset: int) -> int:
@@ -82,10 +81,6 @@ class Chunk:
             before = self.read()[:offset].count(b"\n")
             return self.lines + before if isinstance(self.lines, int) else self.lines[before]
         return _line_number(self.path, self.start + offset)
-
-
-def _shrunk_error(path: str) -> InputError:
-    return InputError(f"{path} became shorter while it was read")
 
 
 def _line_number(path: str, offset: int) -> int:
@@ -123,8 +118,7 @@ def _delimiter(path: str) -> re.Pattern[bytes]:
 
 
 def _overlong_document(path: str, line: int, largest: int, hint: str = "") -> BadLine:
-    delimiter = "a blank line" if format_suffix(path) == ".txt" else "a line break"
-    return BadLine(path, line, overlong_message(largest, delimiter) + hint)
+    return BadLine(path, line, overlong_message(largest, format_suffix(path)) + hint)
 
 
 def chunks(source: Source, size: int = CHUNK_BYTES, largest: int = MAX_DOCUMENT_BYTES) -> Iterator[Chunk]:
@@ -191,7 +185,7 @@ def _next_boundary(file: BinaryIO, path: str, at_least: int, total: int, largest
         file.seek(offset)
         new_bytes = file.read(1 << 16)
         if not new_bytes:
-            raise _shrunk_error(path)
+            raise InputError(f"{path} became shorter while it was read")
         block = carry + new_bytes
         match = delimiter.search(block)
         if match:
@@ -271,7 +265,7 @@ def _record_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
     lines: list[int] = []
     bad: list[tuple[int, BadLine]] = []
     start = 0
-    for record in records(source.path, format_suffix(source.path), source.encoding, largest):
+    for record in records(source, largest):
         if isinstance(record, BadLine):
             bad.append((len(content), record))
             line = record.line

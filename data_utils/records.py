@@ -15,11 +15,16 @@ from typing import Any
 
 from megatron.packages import pip_install
 
-from .files import format_suffix
+from .files import Source, format_suffix
 from .streams import BadLine, InputError, decode_error_place, open_text, read_blocks
 
 Record = tuple[int, bytes]  # (number of the record's first line or, for parquet, of its row, from 1; record as JSON)
 BLOCK = 1 << 20
+# Suffix of a format -> what ends a document in its files; in those of other formats, a line break.
+_DOCUMENT_ENDS = {
+    ".txt": "a blank line", ".csv": "a line break outside quotes", ".parquet": "its row",
+    ".json": "a line break or, in an array, the } of its object",
+}  # fmt: skip
 
 
 def is_array(path: str, encoding: str) -> bool:
@@ -29,23 +34,24 @@ def is_array(path: str, encoding: str) -> bool:
     return head.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
 
 
-def overlong_message(largest: int, ends: str) -> str:
-    """Return the error for a document above --max-document-mb. ends: what ends a document in its file format."""
-    return f"the document exceeds --max-document-mb ({largest} bytes); a document ends with {ends}"
+def overlong_message(largest: int, suffix: str | None) -> str:
+    """Return the error for a document above --max-document-mb. suffix: that of its file's format."""
+    end = _DOCUMENT_ENDS.get(suffix or "", "a line break")
+    return f"the document exceeds --max-document-mb ({largest} bytes); a document ends with {end}"
 
 
-def records(path: str, kind: str | None, encoding: str, largest: int) -> Iterator[Record | BadLine]:
-    """Yield the records of a file in order, with a BadLine for each unreadable one.
+def records(source: Source, largest: int) -> Iterator[Record | BadLine]:
+    """Return the records of a file in order, with a BadLine for each unreadable one.
 
     largest: maximum size of a record in bytes. Raises InputError if the file as a whole is unreadable.
     """
+    kind = format_suffix(source.path)
     if kind == ".csv":
-        yield from _csv_rows(path, encoding, largest)
-    elif kind == ".parquet":
-        yield from _parquet_rows(path)
-    else:
-        # A .json file with one array. Files with an object per line are not read by this function.
-        yield from _JsonArray(path, encoding, largest).items()
+        return _csv_rows(source.path, source.encoding, largest)
+    if kind == ".parquet":
+        return _parquet_rows(source.path)
+    # A .json file with one array. Files with an object per line are not read by this function.
+    return _JsonArray(source.path, source.encoding, largest).items()
 
 
 class _CsvLines:
@@ -75,7 +81,7 @@ class _CsvLines:
             part = line
             while part and (self.in_quotes or not part.endswith(("\n", "\r"))):
                 part = self._read_part()
-            raise csv.Error(overlong_message(self._largest, "a line break outside quotes"))
+            raise csv.Error(overlong_message(self._largest, ".csv"))
         return line
 
     def _read_part(self) -> str:
@@ -260,7 +266,7 @@ class _JsonArray:
             if error or end - self._position > self._largest:
                 reason = f"the record is not JSON ({error})"
                 if is_endless or not error:  # too long, whether its end is in the window or not
-                    reason = overlong_message(self._largest, "the } of its object")
+                    reason = overlong_message(self._largest, ".json")
                 yield BadLine(self._path, self._line, reason)
                 # For a broken item, the search for its end stops at the limit of valid items, so that it skips no more.
                 # An endless item is already longer than this limit.

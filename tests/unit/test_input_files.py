@@ -188,6 +188,34 @@ def test_a_file_without_the_byte_order_mark_that_its_encoding_needs_is_named(tmp
             list(chunks(Source(str(path), encoding="utf-16")))
 
 
+@pytest.mark.parametrize(
+    ("ending", "content", "end"),
+    [
+        ("csv", "text\n{}", "outside quotes"),
+        ("json", '[{{"text": "{}"}}]', "}}"),
+        ("parquet", "", "row"),
+        ("jsonl", '{{"text": "{}"}}', "line break"),
+        ("txt", "{}", "blank line"),
+    ],
+)
+def test_an_overlong_document_is_reported_with_the_end_of_its_format(
+    tmp_path: Path, ending: str, content: str, end: str
+) -> None:
+    """Its characters are few enough, but not its bytes."""
+    path = tmp_path / f"x.{ending}"
+    if ending == "parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.table({"text": ["春" * 50]}), path)
+    else:
+        path.write_text(content.format("春" * 50))
+    (bad,) = [each for chunk in chunks(Source(str(path))) for each in documents(chunk, largest=130)]
+    assert isinstance(bad, BadLine)
+    reason = bad.reason.rpartition("; ")[2]
+    assert end.format() in reason and ("line" in reason) == (ending != "parquet")
+
+
 @pytest.mark.parametrize("is_nested", [False, True])
 def test_a_row_of_parquet_that_is_not_utf_8_is_one_bad_document(tmp_path: Path, is_nested: bool) -> None:
     pyarrow = pytest.importorskip("pyarrow")
