@@ -270,8 +270,8 @@ def add_worker_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def max_document_bytes(args: argparse.Namespace) -> int:
-    """Return --max-document-mb in bytes."""
-    return int(args.max_document_mb * 2**20)
+    """Return --max-document-mb in bytes, at most 2**62: Python's reader of CSV takes 64-bit numbers."""
+    return min(int(args.max_document_mb * 2**20), 1 << 62)
 
 
 def all_chunks(args: argparse.Namespace, sources: Iterable[Source]) -> Iterator[Chunk]:

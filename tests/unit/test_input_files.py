@@ -1,5 +1,6 @@
 """Input files of the data tools: which files are read, and where a document begins."""
 
+import argparse
 import csv
 import gzip
 import json
@@ -11,6 +12,7 @@ import pytest
 
 from data_utils import documents as data_documents
 from data_utils import records
+from data_utils.cli import max_document_bytes
 from data_utils.documents import chunks, documents
 from data_utils.files import Source, find_files
 from data_utils.streams import BadLine, InputError, detect_encoding
@@ -186,6 +188,15 @@ def test_a_file_without_the_byte_order_mark_that_its_encoding_needs_is_named(tmp
         path.write_bytes(("中文文本，写得很长。\n" * 50).encode(encoding))
         with pytest.raises(InputError, match=path.name):
             list(chunks(Source(str(path), encoding="utf-16")))
+
+
+@pytest.mark.parametrize("megabytes", [1e13, 1e300])
+def test_a_csv_file_may_have_any_limit_of_a_document(tmp_path: Path, megabytes: float) -> None:
+    largest = max_document_bytes(argparse.Namespace(max_document_mb=megabytes))
+    path = tmp_path / "x.csv"
+    path.write_text("text\nfirst\n")
+    found = [each for chunk in chunks(Source(str(path)), largest=largest) for each in documents(chunk, largest=largest)]
+    assert found == [("first",)]
 
 
 @pytest.mark.parametrize(
