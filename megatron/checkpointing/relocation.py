@@ -125,15 +125,20 @@ def kept_tokenizer(home: Path, vocab_file: str | None) -> str | None:
     return str(folder) if has_vocab_file(folder) else None
 
 
+def tokenizer_homes(checkpoint: Path) -> list[Path]:
+    """Return the folders in which a checkpoint's run may have put its folder tokenizer/, the likelier one first.
+
+    A checkpoint is SAVE/iter_0001000 or RUN/checkpoints/iter_0001000, and its tokenizer SAVE/tokenizer or
+    RUN/tokenizer.
+    """
+    folder = checkpoint.absolute().parent
+    return [folder, folder.parent] if folder.name == "checkpoints" else [folder]
+
+
 def with_kept_tokenizer(config: Config, checkpoint: Path) -> Config:
     """Return `config` with --vocab-file set to the tokenizer that was copied beside `checkpoint`, if there is one."""
     given = config.data.vocab_file
-    checkpoint = checkpoint.absolute()
-    # A checkpoint is SAVE/iter_0001000 or RUN/checkpoints/iter_0001000, and its tokenizer SAVE/tokenizer or
-    # RUN/tokenizer.
-    homes = [checkpoint.parent]
-    if checkpoint.parent.name == "checkpoints":
-        homes.append(checkpoint.parent.parent)
+    homes = tokenizer_homes(checkpoint)
     if isinstance(checkpoint, RemotePath):
         if given and Path(given).exists():  # so nothing needs to be downloaded
             return config

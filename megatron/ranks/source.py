@@ -35,8 +35,12 @@ def source_files() -> dict[str, Path]:
 
     Files that the process has not imported are included.
     """
-    folders = [Path(str(package.__file__)).parent for package in (megatron, tds)]
-    files = {file.relative_to(folder.parent).as_posix(): file for folder in folders for file in folder.rglob("*.py")}
+    files = {}
+    for package in (megatron, tds):
+        folder = Path(str(package.__file__)).parent
+        for file in folder.rglob("*.py"):
+            name = file.relative_to(folder.parent).as_posix()
+            files[name] = file
     return dict(sorted(files.items()))
 
 

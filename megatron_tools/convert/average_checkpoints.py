@@ -18,7 +18,7 @@ from megatron.checkpointing.forks import forks_of, without_abandoned
 from megatron.checkpointing.lookup import latest_checkpoint, numbered_checkpoints
 from megatron.checkpointing.pruned import read_with_retry
 from megatron.checkpointing.relocation import TOKENIZER_FOLDER as TOKENIZER
-from megatron.checkpointing.relocation import copy_folder
+from megatron.checkpointing.relocation import copy_folder, tokenizer_homes
 from megatron.checkpointing.stream import LazyTensor
 from megatron.checkpointing.write import write_checkpoint
 from megatron.config import ModelConfig
@@ -125,10 +125,9 @@ def averaged_entries(readers: Sequence[CheckpointReader], weights: Sequence[floa
 
 def _copy_tokenizer(checkpoint: Path, output: Path) -> None:
     """Copy the tokenizer that a run has put beside its checkpoints or into its run directory, if there is one."""
-    for folder in (checkpoint.parent, checkpoint.parent.parent):
-        is_run = folder == checkpoint.parent or checkpoint.parent.name == "checkpoints"
-        if is_run and (folder / TOKENIZER).is_dir():
-            copy_folder(folder / TOKENIZER, output / TOKENIZER)
+    for home in tokenizer_homes(checkpoint):
+        if (home / TOKENIZER).is_dir():
+            copy_folder(home / TOKENIZER, output / TOKENIZER)
             return
 
 

@@ -136,15 +136,25 @@ def print_texts(writer: Writer, args: argparse.Namespace) -> None:
 
 
 def valid_prompts(writer: Writer, args: argparse.Namespace) -> Iterator[Prompt]:
-    """Yield the prompts that the model can answer, and report the others."""
+    """Yield the prompts of --interactive that the model can answer, and report the others."""
     for prompt in read_prompts(args):
-        try:
-            writer.question(prompt)
-        except ValueError as error:
-            if is_rank_0():
-                print(f"invalid prompt: {error}", file=sys.stderr, flush=True)
-            continue
-        yield prompt
+        if ask(writer, args, prompt):
+            yield prompt
+
+
+def ask(writer: Writer, args: argparse.Namespace, prompt: Prompt) -> Question | None:
+    """Return the encoded prompt, or None for one that the model cannot answer.
+
+    With --interactive, such a prompt is reported, else it raises ValueError.
+    """
+    try:
+        return writer.question(prompt)
+    except ValueError as error:
+        if not args.interactive:
+            raise
+        if is_rank_0():
+            print(f"invalid prompt: {error}", file=sys.stderr, flush=True)
+        return None
 
 
 def stream_texts(writer: Writer, args: argparse.Namespace) -> None:
@@ -154,13 +164,8 @@ def stream_texts(writer: Writer, args: argparse.Namespace) -> None:
     for prompt in read_prompts(args):
         if isinstance(prompt, Conversation):
             prompt = Conversation((*earlier_messages, *prompt.messages))
-        try:
-            question = writer.question(prompt)
-        except ValueError as error:
-            if not args.interactive:
-                raise
-            if is_first_rank:
-                print(f"invalid prompt: {error}", flush=True)
+        question = ask(writer, args, prompt)
+        if question is None:
             continue
         on_tokens = None
         if is_first_rank:

@@ -20,6 +20,7 @@ from megatron.config.places import relocated
 from megatron.data.fingerprints import END_BYTES, corpus_fingerprint
 from megatron.tokenizer.load import find_vocab_file
 from megatron.tokenizer.sibling_files import make_placeholder, read_eos_ids
+from megatron_tools.convert import average_checkpoints
 from megatron_tools.convert.hf_folder import is_hf_folder
 
 
@@ -201,3 +202,18 @@ def test_a_tokenizer_beside_the_folder_of_an_import_is_not_its_own(tmp_path: Pat
     assert with_kept_tokenizer(config, tmp_path / "imported" / "iter_0000000").data.vocab_file == "hf"
     in_run = with_kept_tokenizer(config, tmp_path / "checkpoints" / "iter_0000000")
     assert in_run.data.vocab_file == str(foreign)
+
+
+@pytest.mark.parametrize(("save", "is_found"), [("checkpoints", True), ("other", False)])
+def test_an_average_of_a_relative_checkpoint_finds_the_tokenizer_of_its_run(
+    save: str, is_found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run's folder is two levels above a checkpoint in RUN/checkpoints only, also if it is named from there."""
+    (tmp_path / "run/tokenizer").mkdir(parents=True)
+    (tmp_path / "run/tokenizer/vocab.txt").write_text("a\n")
+    (tmp_path / "run" / save / "iter_0000001").mkdir(parents=True)
+    output = tmp_path / "average"
+    output.mkdir()
+    monkeypatch.chdir(tmp_path / "run" / save)
+    average_checkpoints._copy_tokenizer(Path("iter_0000001"), output)
+    assert (output / "tokenizer/vocab.txt").exists() == is_found

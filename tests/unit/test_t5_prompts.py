@@ -132,5 +132,12 @@ def test_a_t5_with_learned_positions_refuses_prompts_that_are_longer(
     relative = writer_of(tokenizer, [], "--position-embedding relative")
     assert len(relative.question("a" * 2000).tokens) > 2000
     monkeypatch.setattr(generate, "read_prompts", lambda args: iter([longest + "a", longest]))
-    assert list(generate.valid_prompts(learned, ARGS)) == [longest]
+    interactive = argparse.Namespace(interactive=True, **vars(ARGS))
+    assert list(generate.valid_prompts(learned, interactive)) == [longest]
     assert "9 tokens" in capsys.readouterr().err
+    monkeypatch.setattr(generate, "read_prompts", lambda args: iter([longest + "a"]))
+    generate.stream_texts(learned, interactive)
+    captured = capsys.readouterr()
+    assert "9 tokens" in captured.err and not captured.out, "standard output has only the texts"
+    with pytest.raises(ValueError, match="9 tokens"):
+        generate.stream_texts(learned, argparse.Namespace(interactive=False, **vars(ARGS)))
