@@ -105,10 +105,11 @@ def copy_special_tokens(source: Path, home: Path) -> None:
     # config.json, it can only be in tokenizer_config.json, which is copied itself.
     if tokenizer_class and source.with_name("config.json").is_file():
         ids["tokenizer_class"] = tokenizer_class
+    folder = home / TOKENIZER_FOLDER
     for name, content in ((GENERATION, read_generation_config(source)), ("config.json", ids)):
         if content:
-            (home / TOKENIZER_FOLDER).mkdir(exist_ok=True)
-            write_text(home / TOKENIZER_FOLDER / name, json.dumps(content, indent=2))
+            folder.mkdir(exist_ok=True)
+            write_text(folder / name, json.dumps(content, indent=2))
 
 
 def kept_tokenizer(home: Path, vocab_file: str | None) -> str | None:
@@ -118,7 +119,7 @@ def kept_tokenizer(home: Path, vocab_file: str | None) -> str | None:
     home: a run directory, or its folder of checkpoints. vocab_file: --vocab-file of the run that made the copy.
     """
     folder = home / TOKENIZER_FOLDER
-    if vocab_file is not None:
+    if vocab_file:
         kept_file = folder / Path(vocab_file).name
         if kept_file.is_file():
             return str(kept_file)
@@ -144,8 +145,7 @@ def with_kept_tokenizer(config: Config, checkpoint: Path) -> Config:
             return config
         homes = [_download_tokenizer(checkpoint.parent / TOKENIZER_FOLDER)]
     for home in homes:
-        vocab_file = kept_tokenizer(home, given)
-        if vocab_file is not None:
+        if vocab_file := kept_tokenizer(home, given):
             return with_values(config, {"vocab_file": vocab_file})
     return config
 

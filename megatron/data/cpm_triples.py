@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..config import Config
 from .corpora import DatasetFactory, build_datasets
 from .corpus_paths import TRIPLE_PARTS, Paths, prefixes_of
 from .indexed_dataset import DatasetError, IndexedDataset
@@ -125,20 +126,26 @@ class CPMTripleDataset(T5Samples):
         return self.pad_sample(*(np.array(values, dtype=np.int64) for values in arrays))
 
 
+def check_settings(prefix: str, config: Config) -> None:
+    """Raise DatasetError for settings with which a T5 cannot read the masked corpus `prefix`."""
+    data = config.data
+    # The number of targets varies, so it does not give the length of the decoder.
+    if config.objective != "span-corruption" or data.span_convention != "cpm" or data.dec_seq_length is None:
+        raise DatasetError(
+            f"{prefix}_context was masked during preprocessing, in CPM's format: pass --objective span-corruption, "
+            "--span-convention cpm and --dec-seq-length"
+        )
+
+
 def build_train_valid_test_datasets(
-    data_path: Paths, split: str, enc_seq_length: int, dec_seq_length: int | None, specials: Specials, seed: int,
+    data_path: Paths, split: str, enc_seq_length: int, dec_seq_length: int, specials: Specials, seed: int,
     text_vocab_size: int,
 ) -> tuple[Datasets, list[str]]:  # fmt: skip
     """Return ((training, validation, test) datasets, notes) of corpora that were masked during preprocessing.
 
     The notes report flags without effect, text that is dropped and datasets that are empty.
-    Raises DatasetError if a corpus is damaged or --dec-seq-length is not set.
+    Raises DatasetError if a corpus is damaged.
     """
-    if dec_seq_length is None:
-        raise DatasetError(
-            f"{prefixes_of(data_path)[0]}_context was masked during preprocessing, so the number of targets varies; "
-            f"set --dec-seq-length"
-        )
 
     def open_triple(prefix: str) -> tuple[int, DatasetFactory]:
         make = lambda documents, part: CPMTripleDataset(  # noqa: E731

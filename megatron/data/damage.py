@@ -10,7 +10,7 @@ import numpy as np
 
 from ..storage import to_path
 from .corpus_paths import TRIPLE_PARTS, has_loss_mask, is_triple
-from .fingerprints import made_with_pair
+from .fingerprints import made_with, made_with_pair
 from .indexed_dataset import LOSS_SUFFIX, IndexedDataset
 
 Sidecar = Mapping[str, Any]  # the content of a sidecar
@@ -177,10 +177,10 @@ def pairs_of(prefix: str) -> list[str]:
     return [name for name in names if to_path(f"{name}.idx").is_file()]
 
 
-def find_problems(prefix: str, sidecar: Sidecar | None, max_blocks: int | None = None) -> Iterator[str]:
+def find_problems(prefix: str, max_blocks: int | None = None) -> Iterator[str]:
     """Yield a message for each damaged block and each hole of a corpus, which may have several pairs.
 
-    sidecar: content of its sidecar. max_blocks: number of blocks of each file to read, evenly spaced; all if None.
+    max_blocks: number of blocks of each file to read, evenly spaced; all if None.
     """
     pairs = pairs_of(prefix)
     for pair in pairs:
@@ -189,6 +189,6 @@ def find_problems(prefix: str, sidecar: Sidecar | None, max_blocks: int | None =
             for problem in find_damage(pair, sums, max_blocks):
                 yield f"{problem}; {ADVICE}"
     if prefix in pairs:
-        eod = sidecar.get("eod") if sidecar else None
+        eod = (made_with(prefix) or {}).get("eod")
         # A block of tokens has 2 or 4 MiB, one of the sidecar 64 MiB, so read more of them. None, for all, stays None.
         yield from find_holes(IndexedDataset(prefix), eod, max_blocks and 16 * max_blocks)

@@ -33,10 +33,8 @@ def content_fingerprint(prefix: str) -> str:
     The hash covers size, start, end and evenly spaced blocks of each file of the corpus and of its loss mask, if any.
     If there is no such file, it covers those of the three pairs of a corpus that was masked during preprocessing.
     """
-    files = _files_of(prefix, prefix + LOSS_SUFFIX)
-    if not files:
-        files = _files_of(*(f"{prefix}_{part}" for part in TRIPLE_PARTS))
-    return _hash_content(files)
+    masked_pairs = [f"{prefix}_{part}" for part in TRIPLE_PARTS]
+    return _hash_content(_files_of(prefix, prefix + LOSS_SUFFIX) or _files_of(*masked_pairs))
 
 
 def former_content_fingerprint(prefix: str) -> str:

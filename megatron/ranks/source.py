@@ -39,8 +39,7 @@ def source_files() -> dict[str, Path]:
     for package in (megatron, tds):
         folder = Path(str(package.__file__)).parent
         for file in folder.rglob("*.py"):
-            name = file.relative_to(folder.parent).as_posix()
-            files[name] = file
+            files[file.relative_to(folder.parent).as_posix()] = file
     return dict(sorted(files.items()))
 
 

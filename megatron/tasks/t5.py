@@ -12,7 +12,6 @@ from ..config import Config
 from ..config.defaults import DEFAULTS
 from ..data import cpm_triples
 from ..data.corpus_paths import is_triple, prefixes_of
-from ..data.indexed_dataset import DatasetError
 from ..data.t5_dataset import Objective, Specials, build_train_valid_test_datasets
 from ..model.loss import Targets, targets_of
 from ..model.masks import no_documents
@@ -86,16 +85,12 @@ class T5(LanguageTask):
         encoder_length = data.enc_seq_length or data.seq_length
         decoder_length = data.dec_seq_length  # None: the objective chooses the length
         specials = Specials(t5_tokenizer.eod, t5_tokenizer.pad, t5_tokenizer.sentinels, data.eod_mask_loss)
+        text_vocab_size = t5_tokenizer.base.vocab_size
         prefixes = prefixes_of(data.paths)
         if all(map(is_triple, prefixes)):  # corpora whose spans were masked when they were written
-            if config.objective != "span-corruption" or data.span_convention != "cpm":
-                raise DatasetError(
-                    f"{prefixes[0]}_context has masked spans in CPM's format, which --objective {config.objective} "
-                    f"--span-convention {data.span_convention} cannot read; pass --objective span-corruption "
-                    "--span-convention cpm"
-                )
+            cpm_triples.check_settings(prefixes[0], config)
             return cpm_triples.build_train_valid_test_datasets(
-                data.paths, data.split, encoder_length, decoder_length, specials, seed, t5_tokenizer.base.vocab_size
+                data.paths, data.split, encoder_length, decoder_length or 0, specials, seed, text_vocab_size
             )
         has_spans = config.objective == "span-corruption"
         if decoder_length is None and has_spans and config.model.position_embedding == "learned":
@@ -110,7 +105,7 @@ class T5(LanguageTask):
             decoder_length,
             specials,
             seed,
-            t5_tokenizer.base.vocab_size,
+            text_vocab_size,
         )
 
     def model(self, config: Config, tokenizer: Tokenizer | None) -> nn.Module:

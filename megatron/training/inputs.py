@@ -199,7 +199,7 @@ def check_corpora(config: Config) -> None:
     """Raise ValueError if a bounded look at the corpora on this machine finds damaged blocks or holes."""
     blocks = blocks_at_start(config)
     for prefix in local_corpora(config):
-        for problem in find_problems(prefix, made_with(prefix), blocks):
+        for problem in find_problems(prefix, blocks):
             raise ValueError(problem)  # the first problem is enough
 
 

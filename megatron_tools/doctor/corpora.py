@@ -16,6 +16,8 @@ def check_corpora(config: Config, tokenizer: Any, quick: bool) -> Findings:
     tokenizer: the run's tokenizer, None if it could not be loaded. quick: skip the checks that read the whole corpus.
     """
     from megatron.data.corpus_paths import TRIPLE_PARTS, is_triple, prefixes_of, whole_of
+    from megatron.data.cpm_triples import check_settings
+    from megatron.data.fingerprints import made_with
     from megatron.data.indexed_dataset import IndexedDataset
 
     try:
@@ -42,7 +44,14 @@ def check_corpora(config: Config, tokenizer: Any, quick: bool) -> Findings:
             yield ok("data", f"{pair}: {dataset.num_documents} documents, {dataset.num_tokens} tokens")
         # Ids of sentinels follow the vocabulary, in any number, so ids of masked corpora have no limit.
         dataset_of_ids = None if are_masked else datasets[0]
-        yield from _check_tokenizer(prefix, dataset_of_ids, config, tokenizer)
+        try:
+            sidecar = made_with(prefix)
+            if are_masked:
+                check_settings(prefix, config)
+        except ValueError as error:
+            yield failed("data", str(error), "do that, or preprocess the text again")
+            continue
+        yield from _check_tokenizer(prefix, sidecar, dataset_of_ids, config, tokenizer)
         if not are_masked:
             yield from _check_tokens(prefix, datasets[0], config)
         if not quick:
@@ -52,10 +61,9 @@ def check_corpora(config: Config, tokenizer: Any, quick: bool) -> Findings:
 def _check_content(prefix: str) -> Findings:
     """Compare a corpus with the checksums in its sidecar and look for holes."""
     from megatron.data.damage import find_problems
-    from megatron.data.fingerprints import made_with
 
     try:
-        problem = next(find_problems(prefix, made_with(prefix)), None)
+        problem = next(find_problems(prefix), None)
     except ValueError as error:
         problem = str(error)
     if problem:
@@ -64,21 +72,16 @@ def _check_content(prefix: str) -> Findings:
         yield ok("content of the data", f"{prefix}: no damage and no holes")
 
 
-def _check_tokenizer(prefix: str, dataset: Any, config: Config, tokenizer: Any) -> Findings:
+def _check_tokenizer(prefix: str, sidecar: Any, dataset: Any, config: Config, tokenizer: Any) -> Findings:
     """Check that the corpus was made with the run's tokenizer and fits its vocabulary and the run's settings.
 
-    dataset: the corpus, None if its ids are not compared with the vocabulary.
+    sidecar: content of its sidecar, None without one. dataset: the corpus, None if its ids are not compared with the
+    vocabulary.
     """
     from megatron.data.document_ends import REMEDY, missing_ends
-    from megatron.data.fingerprints import made_with
     from megatron.tokenizer.base import eod_mismatch
     from megatron.training.inputs import note_on_objective
 
-    try:
-        sidecar = made_with(prefix)
-    except ValueError as error:
-        yield failed("data", str(error), "copy this file again, or preprocess the text again")
-        return
     if tokenizer is not None and sidecar is not None:
         corpus_fingerprint = sidecar.get("fingerprint")
         remedy = "pass the tokenizer of the corpus, or preprocess the text again"

@@ -117,8 +117,7 @@ def print_texts(writer: Writer, args: argparse.Namespace) -> None:
     """Print the generated texts of each prompt after they are complete: in one line each for --input and --json."""
     # Other prompts come one by one, and each is answered before the next is read.
     batch_size = args.batch_size if args.input else 1
-    prompts = valid_prompts(writer, args) if args.interactive else read_prompts(args)
-    for prompt, texts in write_all(writer, prompts, args, batch_size):
+    for prompt, texts in write_all(writer, valid_prompts(writer, args), args, batch_size):
         if is_rank_0():
             # With --input, a line also has the fields of its prompt (--json), or no line breaks.
             prompt_fields = as_json(prompt) if args.input else {}
@@ -136,7 +135,7 @@ def print_texts(writer: Writer, args: argparse.Namespace) -> None:
 
 
 def valid_prompts(writer: Writer, args: argparse.Namespace) -> Iterator[Prompt]:
-    """Yield the prompts of --interactive that the model can answer, and report the others."""
+    """Yield the prompts that the model can answer. See `ask` for the others."""
     for prompt in read_prompts(args):
         if ask(writer, args, prompt):
             yield prompt
@@ -159,7 +158,6 @@ def ask(writer: Writer, args: argparse.Namespace, prompt: Prompt) -> Question | 
 
 def stream_texts(writer: Writer, args: argparse.Namespace) -> None:
     """Print the generated text of each prompt token by token. With --chat --interactive, each prompt is a new turn."""
-    is_first_rank = is_rank_0()
     earlier_messages: tuple[Message, ...] = ()
     for prompt in read_prompts(args):
         if isinstance(prompt, Conversation):
@@ -168,11 +166,11 @@ def stream_texts(writer: Writer, args: argparse.Namespace) -> None:
         if question is None:
             continue
         on_tokens = None
-        if is_first_rank:
+        if is_rank_0():
             print(question.text_before, end="", flush=True)
             on_tokens = token_printer(writer.tokenizer, question)
         text = writer.write([question], args, on_tokens)[0][0]  # one prompt, one sample
-        if is_first_rank:
+        if is_rank_0():
             print(question.text_after, flush=True)
         if isinstance(prompt, Conversation) and args.interactive:
             # The next prompt continues this conversation.

@@ -65,10 +65,10 @@ def test_the_sha_256_is_that_of_the_sidecar(tmp_path: Path) -> None:
     prefix = corpus(tmp_path / "x")
     sums = sidecar_sums(prefix, about(prefix))
     assert sums and sums["bin"] == [hashlib.sha256(Path(f"{prefix}.bin").read_bytes()).hexdigest()]
-    assert [*find_damage(prefix, sums)] == [] == [*find_problems(prefix, about(prefix), 1)]
+    assert [*find_damage(prefix, sums)] == [] == [*find_problems(prefix, 1)]
     overwrite(prefix, 1000, [9])
     assert len([*find_damage(prefix, sums)]) == 1
-    (problem,) = find_problems(prefix, about(prefix), 1)
+    (problem,) = find_problems(prefix, 1)
     assert f"{prefix}.bin" in problem
 
 
@@ -118,10 +118,10 @@ def test_a_masked_corpus_whose_pairs_were_merged_keeps_tokenizer_and_checksums(t
         args.function(args)
     metadata = made_with(prefix)
     assert metadata is not None and metadata["fingerprint"] == "0123"
-    assert list(find_problems(prefix, metadata)) == []
+    assert list(find_problems(prefix)) == []
     with open(f"{prefix}_target.bin", "r+b") as file:
         file.write(b"\7")
-    (problem,) = find_problems(prefix, metadata)
+    (problem,) = find_problems(prefix)
     assert f"{prefix}_target.bin" in problem
 
 
@@ -257,7 +257,7 @@ def test_the_ending_of_a_name_alone_makes_no_mask(name: str, has_sibling: bool, 
     prefix = corpus(tmp_path / name, 5000)
     if has_sibling:
         sibling = corpus(tmp_path / name.rpartition("_")[0], 5000, seed=1)
-        assert [*find_problems(sibling, about(sibling))] == []
+        assert [*find_problems(sibling)] == []
         assert not corpus_paths.is_triple(sibling)
         verify(sibling)
     verify(prefix)

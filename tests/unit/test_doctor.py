@@ -26,6 +26,7 @@ from megatron.data.corpus_paths import TRIPLE_PARTS
 from megatron.data.fingerprints import made_with
 from megatron.locks.run_lock import Holder, RunLock
 from megatron.storage import RemotePath
+from megatron.tasks import TASKS
 from megatron.tokenizer import Tokenizer, load_tokenizer
 from megatron.training.inputs import check_tokenizer
 from megatron_tools.doctor import corpora, doctor, machine, memory, network, run_dir, settings
@@ -648,13 +649,30 @@ def test_a_masked_corpus_is_healthy_if_it_is_whole(tmp_path: Path) -> None:
     prefix = str(tmp_path / "m")
     for part, ids in zip(TRIPLE_PARTS, ([5, 10], [10, 6, 7], [0, 3]), strict=True):  # 10 is the first sentinel
         write_pair(Path(f"{prefix}_{part}"), [ids] * 3)
-    flags = ["--data-path", prefix, "--enc-seq-length", "8", "--dec-seq-length", "8"]
-    config = parse(flags, DEFAULTS["t5"])
+    flags = ["--data-path", prefix, "--enc-seq-length", "8"]
+    with_sentinels: Any = SimpleNamespace(eod=7, pad=10, sentinels=[11, 12], base=tokenizer_of_ten())
+    for missing in (["--dec-seq-length", "8"], ["--span-convention", "cpm"]):
+        refused = parse([*flags, *missing], DEFAULTS["t5"])
+        found = list(corpora.check_corpora(refused, tokenizer_of_ten(), quick=False))
+        (finding,) = [each for each in found if each.state == "failed"]
+        with pytest.raises(ValueError, match="--dec-seq-length") as error:
+            TASKS["t5"]().datasets(refused, with_sentinels)
+        assert finding.state == "failed" and finding.words == str(error.value)
+    config = parse([*flags, "--dec-seq-length", "8", "--span-convention", "cpm"], DEFAULTS["t5"])
     found = list(corpora.check_corpora(config, tokenizer_of_ten(), quick=False))
     assert {each.state for each in found} == {"ok"}
     Path(f"{prefix}_target.bin").unlink()
     found = list(corpora.check_corpora(config, tokenizer_of_ten(), quick=False))
     assert [each.state for each in found] == ["failed"] and f"{prefix}_target.bin" in found[0].words
+
+
+def test_a_damaged_sidecar_is_reported_once(tmp_path: Path) -> None:
+    prefix = write_pair(tmp_path / "x", [[5, 6, 7]] * 300)
+    Path(f"{prefix}.json").write_text("{")
+    config = parse(["--data-path", prefix, "--seq-length", "8"], DEFAULTS["gpt2"])
+    found = list(corpora.check_corpora(config, tokenizer_of_ten(), quick=False))
+    (failure,) = [each for each in found if each.state == "failed"]
+    assert f"{prefix}.json" in failure.words
 
 
 def test_samples_of_a_t5_do_not_have_the_seq_length_of_a_decoder(tmp_path: Path) -> None:
