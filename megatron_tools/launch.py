@@ -40,6 +40,8 @@ SIGNAL_CAUSES = {
     int(signal.SIGKILL): "the machine may have run out of memory (see dmesg)",
 }
 REFUSED_EXIT_CODE = 2  # exit code for bad arguments, both of argparse and of this project's scripts
+# For errors that do not name the flag
+CHECK_NUMBERS = " (check the numbers of the launcher's arguments and TORCH_ELASTIC_SHUTDOWN_TIMEOUT)"
 
 
 def print_message(words: str) -> None:
@@ -182,14 +184,16 @@ def prepare_rendezvous(args: Any) -> None:
     if not _spans_nodes(args) or args.rdzv_backend != "static":
         return
     # --rdzv-conf is a list such as `timeout=900,is_host=1`, and empty by default.
-    if "timeout=" not in args.rdzv_conf:
+    # The comma in front keeps join_timeout=, which is another setting, from counting as timeout=.
+    if ",timeout=" not in f",{args.rdzv_conf}":
         timeout = f"timeout={_startup_timeout(args.training_script_args)}"
         args.rdzv_conf = ",".join(filter(None, [args.rdzv_conf, timeout]))
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         # Python's own handler of Ctrl-C would only run after torch's socket has timed out.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    print_message(f"node {args.node_rank} of {args.nnodes} waits for the other nodes at {_rendezvous_address(args)}")
-    host = _rendezvous_address(args).rpartition(":")[0].strip("[]")  # an IPv6 address is written as [fd00::1]:29500
+    address = _rendezvous_address(args)
+    print_message(f"node {args.node_rank} of {args.nnodes} waits for the other nodes at {address}")
+    host = address.rpartition(":")[0].strip("[]")  # an IPv6 address is written as [fd00::1]:29500
     try:
         socket.getaddrinfo(host, None)
     except OSError:  # not fatal: the host name of a container may not resolve until that container runs
@@ -211,9 +215,7 @@ def _startup_timeout(arguments: Sequence[str]) -> int:
     # An invalid value, or a file that cannot be read, raises one of these errors.
     with contextlib.suppress(ValueError, TypeError, OverflowError):
         flags = read_flags(arguments)
-        values = flags.settings  # flags override the files of --config
-        if name not in values:
-            values = values_of_files(flags.files)
+        values = values_of_files(flags.files) | flags.settings  # flags override the files of --config
         return max(int(float(values.get(name, default)) * 60), 1)
     return int(default * 60)
 
@@ -221,14 +223,15 @@ def _startup_timeout(arguments: Sequence[str]) -> int:
 def describe_rendezvous_error(error: Exception, args: Any) -> str:
     """Return one sentence that explains why the rendezvous failed."""
     text = " ".join(str(error).split())
+    address = _rendezvous_address(args)
     if "EADDRINUSE" in text:
         advice = "set another --master-port (MASTER_PORT=)"
         if _spans_nodes(args):
             advice += ", or check that no other node has --node-rank 0 (NODE_RANK=)"
-        port = _rendezvous_address(args).rpartition(":")[2]
+        port = address.rpartition(":")[2]
         return f"port {port} of this machine is in use by another process; {advice}"
     return (
-        f"node {args.node_rank} of {args.nnodes} did not reach the other nodes at {_rendezvous_address(args)} "
+        f"node {args.node_rank} of {args.nnodes} did not reach the other nodes at {address} "
         f"({text[:150]}); start the missing nodes with the same --master-addr and --master-port"
     )
 
@@ -274,7 +277,8 @@ def main(argv: list[str]) -> int:
         check_numbers(args)
         signals = install_signals(args)
     except (ValueError, AssertionError, OSError) as error:
-        print_message(f"{error} (check the numbers of the launcher's arguments and TORCH_ELASTIC_SHUTDOWN_TIMEOUT)")
+        names_flag = "--" in str(error)  # unlike an error of torch or float()
+        print_message(f"{error}{'' if names_flag else CHECK_NUMBERS}")
         return REFUSED_EXIT_CODE
     # Ranks that exit with this code have rejected their arguments, and would do so again after a restart.
     _torch.never_restart_after(REFUSED_EXIT_CODE)
@@ -287,8 +291,7 @@ def main(argv: list[str]) -> int:
             return 128 + signals.stop_signal
         rank, failure = error.get_first_failure()
         code = failure.exitcode
-        # torch reports a rank that a signal has killed as minus the signal's number.
-        if code < 0:
+        if code < 0:  # torch reports a rank that a signal has killed as minus the signal's number
             print_message(f"rank {rank} was killed by {describe_signal(-code)}")
         return code if code > 0 else 1
     except (DistError, RendezvousError) as error:

@@ -25,7 +25,7 @@ COMMAND = "python tools/verify_layout.py"
 def fuzz(args: argparse.Namespace) -> bool:
     """Compare drawn cases, or the cases that the command line gives, and print a summary. Return whether all agree."""
     if args.flags and "--family" not in args.flags:
-        raise ValueError("--fuzz: the flags after -- lack --family gpt2, llama or t5")
+        raise ValueError("--fuzz: the flags after -- lack --family gpt2, llama or t5, as two words")
     preload_modules()
     with tempfile.TemporaryDirectory() as folder:
         write_data(Path(folder), args.seed)

@@ -154,8 +154,7 @@ def run_tasks(subject: Harness, args: argparse.Namespace) -> dict[str, Any]:
     """Return the numbers that lm-eval computes for the tasks in --tasks, by task and metric."""
     folders = [args.task_folder] if args.task_folder else []
     metrics = {}
-    results = evaluate_tasks(subject, args.tasks.split(","), args.limit, folders)
-    for task, row in results.items():
+    for task, row in evaluate_tasks(subject, args.tasks.split(","), args.limit, folders).items():
         for name, value in row.items():
             if isinstance(value, (int, float)):  # not a text, such as the task's alias
                 metrics[f"{task} {name}"] = value

@@ -237,6 +237,9 @@ def test_refused_arguments_are_not_tried_again(tmp_path: Path) -> None:
     done = support.command("python", "tools/launch.py", "rank.py", env={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "soon"})
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "'soon' (check the numbers of the launcher's arguments and TORCH_ELASTIC_SHUTDOWN_TIMEOUT)" in done.stderr
+    done = support.command("python", "tools/launch.py", "--nproc-per-node", "0", "rank.py")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in done.stderr, "a refusal that names its flag needs no further advice"
     script = tmp_path / "rank.py"
     for code, attempts in ((2, 1), (1, 3)):
         # The ranks of one machine meet without its name, which may not resolve.
@@ -344,6 +347,7 @@ def test_the_place_where_nodes_meet_is_named(
     ("flags", "seconds"),
     [
         ("", 30 * 60),
+        ("--rdzv-conf join_timeout=9", 30 * 60),
         ("--config FILE", 45 * 60),
         ("--config FILE --startup-timeout-minutes 5", 5 * 60),
         ("--startup-timeout-minutes=0.5 --flag-of-the-script x", 30),
@@ -358,10 +362,14 @@ def test_the_launcher_waits_for_other_nodes_as_long_as_the_settings_say(
     args = SimpleNamespace(nnodes="2", node_rank=1, rdzv_backend="static", rdzv_conf="", rdzv_endpoint="")
     args.master_addr = "127.0.0.1"
     args.master_port = None
-    args.training_script_args = flags.replace("FILE", str(path)).split()
+    words = flags.replace("FILE", str(path)).split()
+    if words[:1] == ["--rdzv-conf"]:
+        args.rdzv_conf = words[1]
+        words = words[2:]
+    args.training_script_args = words
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     launch.prepare_rendezvous(args)
-    assert args.rdzv_conf == f"timeout={seconds}"
+    assert f"timeout={seconds}" in args.rdzv_conf.split(",")
 
 
 def test_ranks_of_any_launcher_print_no_stacks_of_cpp() -> None:

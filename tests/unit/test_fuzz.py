@@ -107,6 +107,7 @@ def test_failures_give_a_command_and_exit_code_1(tmp_path: Any, capsys: pytest.C
     [
         ([], [], "--fuzz"),
         (["--fuzz", "1"], ["--num-layers", "2"], "--family"),
+        (["--fuzz", "1"], ["--family=gpt2"], "two words"),
         (["--fuzz", "1", "--layouts", "tp 2"], [], "--layouts"),
         (["--fuzz", "1", "--micros", "5"], [], "--micros"),
         (["--fuzz", "1", "--precision", "fp64"], [], "--precision"),
