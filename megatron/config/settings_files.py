@@ -47,7 +47,7 @@ def read_json(path: str, kind: type = dict) -> Any:
 
 
 def _similar_files_hint(path: str) -> str:
-    """Return a hint that lists files named like `path` up to the last `_`, or all presets; "" if `path` exists."""
+    """Return a hint that lists files named like `path` up to the last `_`, or all presets; "" without any."""
     missing = Path(path)
     if os.path.exists(path):  # False for a name that is too long, where Path.exists() raises OSError
         return ""
@@ -58,11 +58,10 @@ def _similar_files_hint(path: str) -> str:
     files = sorted(folder.glob("*.json"))
     # For a missing gpt2_smal.json, list the files gpt2_*.json.
     names = [file.name for file in files if underscore and file.name.startswith(f"{stem}_")]
-    if is_preset and not names:
+    # A name with .json is that of a file, perhaps of another flag than --config, such as --param-groups.
+    if is_preset and not names and missing.suffix != ".json":
         names = [file.stem for file in files]  # all presets, without .json
-    if not names:
-        return ""
-    return "; there are " + ", ".join(names)
+    return "; there are " + ", ".join(names) if names else ""
 
 
 @dataclass

@@ -32,6 +32,18 @@ def test_a_name_is_enough(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert parse(["--config", name]).model.num_layers == 24
 
 
+def test_presets_are_listed_for_a_misspelled_name_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing file of --param-groups or --deepspeed_config is no misspelled preset."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("gpt3", "gpt2_smal.json"):
+        with pytest.raises(ConfigError, match="gpt2_small"):
+            parse(["--config", name])
+    for flag in ("--param-groups", "--deepspeed_config"):
+        with pytest.raises(ConfigError, match=r"x\.json") as error:
+            resolve(parse([flag, "x.json", "--data-path", "a"]), 1, fast_bf16=False)
+        assert "gpt2" not in str(error.value)
+
+
 def test_a_file_of_ones_own_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gpt2_345M.json").write_text('{"num_layers": 3}')
