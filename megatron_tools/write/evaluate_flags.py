@@ -42,7 +42,11 @@ def build_parser() -> Parser:
         type=positive_int,
         help="tokens to score per window; a smaller stride gives each token more context (default: half the window)",
     )
-    add("--json", type=output_file, help="JSON file to write the results to")
+    add(
+        "--json",
+        type=output_file,
+        help="JSON file to write the results to; NaN is written as NaN, which strict readers refuse",
+    )
     add_text_flags(parser)
     return parser
 
