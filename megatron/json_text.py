@@ -153,9 +153,8 @@ def _reject_duplicates(where: str, pairs: list[tuple[str, Any]]) -> dict[str, An
 def _parse_integer(where: str, text: str, word: str) -> int:
     if len(word) > MAX_DIGITS:
         line = text.count("\n", 0, text.find(word)) + 1
-        raise JsonBoundError(
-            f"{where}, line {line}: a number of {len(word.removeprefix('-'))} digits, too many for any setting or count"
-        )
+        digits = len(word.removeprefix("-"))
+        raise JsonBoundError(f"{where}, line {line}: a number of {digits} digits, too many for any setting or count")
     return int(word)
 
 

@@ -36,7 +36,8 @@ def config_of_checkpoint(path: Path, model_parallel_size: int = 1, pipe_parallel
     reader = CheckpointReader(path)
     config = plain_config(reader, model_parallel_size, pipe_parallel_size)
     check_model(reader, config)
-    if stage_words := config.data.data_stages:
+    stage_words = config.data.data_stages
+    if stage_words:
         values: dict[str, Any] = {"data_stages": None, "valid_data_path": None, "test_data_path": None}
         # The last stage that has begun remains. The first stage begins at 0, so it counts even before any sample.
         for stage in parse_stages(stage_words):

@@ -66,6 +66,7 @@ def _refuse_other_model(reader: CheckpointReader, saved: Config, config: Config,
     starts_finetuning = not wanted.position
     if not differing or (is_extension and starts_finetuning):
         return
+    differences = describe_differences(saved_model, current_model)
     advice = ""
     if is_extension and config.checkpoint.finetune:  # the flag is given, but ignored
         advice = "; --finetune has no effect on a run's own checkpoint, so give another --run-dir for a new run"
@@ -74,9 +75,7 @@ def _refuse_other_model(reader: CheckpointReader, saved: Config, config: Config,
     settings = Path(reader.path).parent / "settings.json"
     if settings.is_file():
         advice += f"; --config {settings} sets the checkpoint's values"
-    raise CheckpointError(
-        f"{reader.path} holds another model: {describe_differences(saved_model, current_model)}{advice}"
-    )
+    raise CheckpointError(f"{reader.path} holds another model: {differences}{advice}")
 
 
 def _refuse_other_samples(reader: CheckpointReader, saved: Config, config: Config) -> None:

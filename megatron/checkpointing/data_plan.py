@@ -141,8 +141,9 @@ def join_stages(saved: Config, config: Config, consumed: Consumed, override: boo
     for stage in current_split.future:
         if _names_twice(stage):  # a stage, unlike --data-path, names each corpus once
             raise ConfigError(f"{stage.name} names a corpus twice; name it once, with the sum of its weights")
+    words = " ".join(current_split.future[0].words)
     text = stages_as_json(saved_split.past + current_split.future)
-    return text, f"--override-data: a stage with {' '.join(current_split.future[0].words)} begins at sample {samples}"
+    return text, f"--override-data: a stage with {words} begins at sample {samples}"
 
 
 class _StagePlans(NamedTuple):

@@ -155,11 +155,12 @@ class CheckpointReader:
         fingerprint: SHA-256 of this run's tokenizer; None skips the check. vocab_file: path of this tokenizer.
         advice: text to append to the error message.
         """
+        current_file = vocab_file or "the given one"
         # A checkpoint of imported or averaged weights may name no tokenizer.
         if fingerprint is not None and self.tokenizer and fingerprint != self.tokenizer:
             raise CheckpointError(
                 f"{self.path} was trained with another tokenizer (its SHA-256 is {self.tokenizer[:12]}, that of "
-                f"{vocab_file or 'the given one'} is {fingerprint[:12]}){advice}"
+                f"{current_file} is {fingerprint[:12]}){advice}"
             )
 
 

@@ -145,7 +145,8 @@ def with_kept_tokenizer(config: Config, checkpoint: Path) -> Config:
             return config
         homes = [_download_tokenizer(checkpoint.parent / TOKENIZER_FOLDER)]
     for home in homes:
-        if vocab_file := kept_tokenizer(home, given):
+        vocab_file = kept_tokenizer(home, given)
+        if vocab_file:
             return with_values(config, {"vocab_file": vocab_file})
     return config
 

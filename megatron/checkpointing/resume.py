@@ -179,8 +179,9 @@ def _batch_schedule_note(saved: Config, config: Config, consumed: int) -> str | 
     # "0:512" gives the same.
     if saved_schedule and schedule and saved.batch_schedule(ranks).after(consumed) == ahead:
         return None
+    samples = ahead.sizes[0]
     return (
         f"--batch-size-schedule is {schedule or 'not given'}, but was {saved_schedule or 'not given'} in the "
-        f"checkpoint; only the position in samples counts: from sample {consumed} on, an iteration has "
-        f"{ahead.sizes[0]} samples"
+        f"checkpoint; only the position in samples counts: from sample {consumed} on, an iteration has {samples} "
+        f"samples"
     )

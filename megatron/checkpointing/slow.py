@@ -13,9 +13,10 @@ SLOW_SECONDS = 300.0  # writing time after which a note is printed; enough for a
 @contextlib.contextmanager
 def warn_if_slow(path: Path) -> Iterator[None]:
     """Print a note if the `with` block, which writes `path`, takes more than `SLOW_SECONDS`, as on a hanging disk."""
+    rank = own_rank()
     message = (
-        f"note: rank {own_rank()} has been writing {path} for {SLOW_SECONDS:g} s; if the disk hangs, this checkpoint "
-        "never becomes valid, and the next save waits for it"
+        f"note: rank {rank} has been writing {path} for {SLOW_SECONDS:g} s; if the disk hangs, this checkpoint never "
+        "becomes valid, and the next save waits for it"
     )
     timer = threading.Timer(SLOW_SECONDS, lambda: print(message, flush=True))
     timer.daemon = True

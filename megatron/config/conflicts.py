@@ -176,9 +176,8 @@ def _objective_conflicts(config: "Config") -> Iterator[str]:
     d = config.data
     supported = objectives_of(config.model.family)
     if d.objective is not None and d.objective not in supported:
-        yield (
-            f"--objective {d.objective}: a {config.model.family or 'custom model'} supports {' or '.join(supported)}"
-        )
+        model = config.model.family or "custom model"
+        yield f"--objective {d.objective}: a {model} supports {' or '.join(supported)}"
     if config.objective == "prefix-lm":
         yield from _prefix_lm_conflicts(config)
     if config.is_t5 and d.span_convention == "cpm" and d.num_sentinels < 2:

@@ -118,10 +118,8 @@ class _Help:
         for name in COMMON_FLAGS:
             if name in self.flags:
                 yield from self.flags[name]
-        hint = (
-            f"--help SECTION shows the flags of a section ({', '.join(self.sections)}), --help FLAG one flag, --help "
-            "all every flag."
-        )
+        names = ", ".join(self.sections)
+        hint = f"--help SECTION shows the flags of a section ({names}), --help FLAG one flag, --help all every flag."
         yield from ("", *textwrap.wrap(hint, self.width, break_on_hyphens=False), "")
         yield EXAMPLES.format(script=self.script)
 

@@ -39,10 +39,8 @@ def problems_of_positions(m: "ModelConfig") -> Iterator[str]:
     """Yield an error text for positions that the family does not have, and for rotary positions of odd size."""
     kind = m.position_embedding
     if m.family and kind not in FAMILY_POSITIONS[m.family]:
-        yield (
-            f"--position-embedding {kind}: a {m.family} has {' or '.join(FAMILY_POSITIONS[m.family])} positions"
-            f"{SCRIPT_ADVICE.get(kind, '')}"
-        )
+        supported = " or ".join(FAMILY_POSITIONS[m.family])
+        yield f"--position-embedding {kind}: a {m.family} has {supported} positions{SCRIPT_ADVICE.get(kind, '')}"
     if kind == "rope" and (m.rotary_size % 2 or not m.rotary_size):
         yield (
             f"rotary positions rotate pairs of dimensions: --rotary-percent {m.rotary_percent:g} of "

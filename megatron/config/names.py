@@ -60,7 +60,8 @@ def unknown_arguments(words: Sequence[str]) -> Iterator[str]:
 
 def removal_error(name: str) -> str:
     """Return an error for a removed setting."""
-    return f"{flag(name)} has been removed: {REMOVED[name] or 'leave it out'}"
+    advice = REMOVED[name] or "leave it out"
+    return f"{flag(name)} has been removed: {advice}"
 
 
 def refuse_removed(saved: Mapping[str, Any], where: Path) -> None:

@@ -98,8 +98,8 @@ class FileWatch:
         clean = [path for number, path in numbered_checkpoints(self._folder).items() if number <= self.last_clean]
         if not clean:
             return "and start again, as no checkpoint is older than the change"
-        # Checkpoints are in ascending order, so the last one is the newest.
+        checkpoint = clean[-1].name  # the newest, as checkpoints are in ascending order
         return (
-            f"write {clean[-1].name}, the last checkpoint that is older than the change, into "
-            f"{self._folder / 'latest'}, and run the same command"
+            f"write {checkpoint}, the last checkpoint that is older than the change, into {self._folder / 'latest'}, "
+            "and run the same command"
         )

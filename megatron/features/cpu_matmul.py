@@ -168,7 +168,8 @@ def measure_speedups(shapes: list[Shape], precision: str) -> dict[Shape, Ratios]
     cache_keys = {}
     missing = set()
     for shape in shapes:
-        key = f"{cpu}, {precision}, {' x '.join(map(str, shape))}"
+        sizes = " x ".join(map(str, shape))
+        key = f"{cpu}, {precision}, {sizes}"
         cache_keys[shape] = key
         if not is_conclusive(cached.get(key, NO_RATIOS)):
             missing.add(shape)

@@ -114,9 +114,8 @@ def _memory(config: Config, resolved: Resolved, ranks: int, device: torch.device
         raise
     except ValueError as error:  # a --partition-method that needs the built model
         return [f"memory: not estimated: {error}"]
-    lines = [
-        f"{format_count(parameters(config))} parameters; peak memory of a rank on {device.type}, of tensors alone:"
-    ]
+    total = format_count(parameters(config))
+    lines = [f"{total} parameters; peak memory of a rank on {device.type}, of tensors alone:"]
     first = 0
     previous = ""
     for stage, memory in zip(stages, rank_memory(config, resolved, ranks, accelerated, stages), strict=True):

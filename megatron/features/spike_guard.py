@@ -89,11 +89,11 @@ class Guard(Feature):
     def load(self, state: dict[str, Any]) -> None:
         recent: Any = state.get("recent")
         if not are_number_pairs(recent):
-            raise ValueError(f"state.features.spike_guard.recent must be pairs of numbers, not {brief(repr(recent))}")
+            found = brief(repr(recent))
+            raise ValueError(f"state.features.spike_guard.recent must be a list of pairs of numbers, not {found}")
         batch_tokens = state.get("batch_tokens", 0)  # version 0.2.0 and older did not store it
         if type(batch_tokens) is not int:
-            raise ValueError(
-                f"state.features.spike_guard.batch_tokens must be a whole number, not {brief(repr(batch_tokens))}"
-            )
+            found = brief(repr(batch_tokens))
+            raise ValueError(f"state.features.spike_guard.batch_tokens must be a whole number, not {found}")
         self._guard.recent.extend(map(tuple, recent))
         self._batch_tokens = batch_tokens

@@ -27,10 +27,8 @@ def find_problem(
             return f"broadcast_data: no {key!r} in the data, which has {', '.join(map(str, data)) or 'nothing'}"
         tensor = data[key]
         if not isinstance(tensor, Tensor):
-            return (
-                f"broadcast_data: {key!r} is a {type(tensor).__name__}, expected a tensor; return tensors from "
-                "dataset[n]"
-            )
+            kind = type(tensor).__name__
+            return f"broadcast_data: {key!r} is a {kind}, expected a tensor; return tensors from dataset[n]"
         if tensor.dtype != datatype:
             return f"broadcast_data: {key!r} is {tensor.dtype}, expected {datatype}"
         if tensor.dim() > MAX_DIMS:

@@ -112,7 +112,8 @@ def _differences(values_by_rank: Mapping[int, Mapping[str, str]], only_common: b
         value_by_rank = {rank: known.get(name, "not known") for rank, known in values_by_rank.items()}
         usual_value, first_rank, other_ranks = split_by_majority(value_by_rank)
         if other_ranks:
-            elsewhere = f"{value_by_rank[other_ranks[0]]} on {describe_ranks(other_ranks)}"
+            other_value = value_by_rank[other_ranks[0]]
+            elsewhere = f"{other_value} on {describe_ranks(other_ranks)}"
             differences.append(f"{name} is {usual_value} on rank {first_rank} and {elsewhere}")
     return differences
 

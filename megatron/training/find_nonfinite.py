@@ -103,11 +103,10 @@ def describe_findings(findings: list[Finding], first_sample: int, replica_sample
         if failing:
             rank, first = failing[0]  # the message describes the first rank and counts the others
             begin = first_sample + first.share * replica_samples
+            end = begin + replica_samples - 1
             name = f"the weight {first.weight}" if kind == "weight" else f"the gradient of {first.gradient}"
             others = f", and on {len(failing) - 1} more of {len(findings)} ranks" if len(failing) > 1 else ""
-            return (
-                f"{name} is not finite on rank {rank} (its samples: {begin} to {begin + replica_samples - 1}){others}"
-            )
+            return f"{name} is not finite on rank {rank} (its samples: {begin} to {end}){others}"
     return (
         "when recomputed, each rank's own gradients are finite: either their sum overflows, or the hardware is faulty"
     )

@@ -159,21 +159,21 @@ def _write_average(args: argparse.Namespace, output: Path, paths: Sequence[Path]
     weights = normalized_weights(len(paths), args.weights, args.decay)
     readers = [CheckpointReader(path, args.ema) for path in paths]
     for reader in readers[1:]:
-        if differing := _first_difference(reader, readers[0]):
+        differing = _first_difference(reader, readers[0])
+        if differing:
             raise ValueError(
                 f"{reader.path} and {readers[0].path} differ in {differing}; average checkpoints of one model"
             )
     sources: list[dict[str, Any]] = []
     for reader, weight in zip(readers, weights, strict=True):
         reader.verify()
-        sources.append(
-            {
-                "checkpoint": str(reader.path),
-                "iteration": reader.state["iteration"],
-                "weight": weight,
-                "ema": args.ema,
-            }
-        )
+        source = {
+            "checkpoint": str(reader.path),
+            "iteration": reader.state["iteration"],
+            "weight": weight,
+            "ema": args.ema,
+        }
+        sources.append(source)
     # The average takes its settings and its tokenizer from the newest checkpoint, and no optimizer state.
     newest = readers[-1]
     with atomic_folder(output) as folder:
