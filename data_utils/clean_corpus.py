@@ -228,13 +228,7 @@ def build_parser() -> Parser:
     add_input_flags(parser)
     add("--output", type=output_file, required=True, help="output file, .jsonl or .jsonl.gz")
     add("--json-key", default="text", help="key of the text in a record (default: text)")
-    add(
-        "--off",
-        nargs="+",
-        default=[],
-        choices=[*RULES, "exact-duplicates"],
-        help="cleaning rules to skip; their limits have no effect",
-    )
+    add("--off", nargs="+", default=[], choices=[*RULES, "exact-duplicates"], help="rules to skip, with their limits")
     add(
         "--on", nargs="+", default=[], choices=["nfkc"],
         help="cleaning rules to add to the default rules; nfkc normalises Unicode, which changes punctuation",

@@ -159,27 +159,24 @@ class RemotePath(PosixPath):
         """Return an object whose `st_size` is the size in bytes. Raises FileNotFoundError."""
         return SimpleNamespace(st_size=self.stamp()[0])
 
+    def _kind(self) -> str | None:
+        """Return "file", "directory" or another word of fsspec; None if there is no such object or folder."""
+        try:
+            return str(self.info()["type"])
+        except FileNotFoundError:
+            return None
+
     def exists(self, **_: Any) -> bool:
         """Return whether there is an object, or a folder of objects, of this name."""
-        try:
-            self.info()
-        except FileNotFoundError:
-            return False
-        return True
+        return self._kind() is not None
 
     def is_file(self, **_: Any) -> bool:
         """Return whether there is an object of this name."""
-        try:
-            return bool(self.info()["type"] == "file")
-        except FileNotFoundError:
-            return False
+        return self._kind() == "file"
 
     def is_dir(self, **_: Any) -> bool:
         """Return whether there are objects in a folder of this name."""
-        try:
-            return bool(self.info()["type"] == "directory")
-        except FileNotFoundError:
-            return False
+        return self._kind() == "directory"
 
     def glob(self, pattern: str, **_: Any) -> Iterator["RemotePath"]:  # type: ignore[override]
         """Yield the entries of this folder whose name matches `pattern`."""

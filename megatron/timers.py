@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from tqdm import tqdm
 
 from tds import trace
+
+from .ranks.rank_0 import print_rank_0
 
 
 class Timer:
@@ -112,5 +112,4 @@ class Timers:
     def log(self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True) -> None:
         """Print a line on rank 0 with the milliseconds of the parts `names`, each divided by `normalizer`."""
         spent = {name: self(name).elapsed(reset) * 1e3 / normalizer for name in names}
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            tqdm.write("time (ms)" + "".join(f" | {name}: {ms:.2f}" for name, ms in spent.items()))
+        print_rank_0("time (ms)" + "".join(f" | {name}: {ms:.2f}" for name, ms in spent.items()))

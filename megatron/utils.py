@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron import mpu
+from megatron.mpu.vocab_shards import reduce_in_place
 
 
 def get_ltor_documents_and_position_ids(
@@ -62,7 +62,4 @@ def reduce_losses(losses: Sequence[Tensor]) -> Tensor:
     """Average each scalar over the data-parallel ranks -> [len(losses)]."""
     reduced = torch.stack([loss.detach().float().view(()) for loss in losses])
     data = mpu.get_mesh().data
-    if data.size > 1:
-        dist.all_reduce(reduced, group=data.group)
-        reduced /= data.size
-    return reduced
+    return reduce_in_place(reduced, data) / data.size

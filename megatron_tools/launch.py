@@ -25,6 +25,7 @@ from types import FrameType
 from typing import Any
 
 from megatron.streams import open_closed_streams
+from tds.parent_death import pid_namespace
 
 EXAMPLES = """\
 examples:
@@ -40,7 +41,7 @@ SIGNAL_CAUSES = {
     int(signal.SIGKILL): "the machine may have run out of memory (see dmesg)",
 }
 REFUSED_EXIT_CODE = 2  # exit code for bad arguments, both of argparse and of this project's scripts
-# For errors that do not name the flag
+# Advice for errors that do not name the flag.
 CHECK_NUMBERS = " (check the numbers of the launcher's arguments and TORCH_ELASTIC_SHUTDOWN_TIMEOUT)"
 
 
@@ -138,13 +139,6 @@ def install_signals(args: Any) -> Signals:
 
     _torch.replace_elastic_start(start)
     return signals
-
-
-def _pid_namespace() -> str:
-    """Return the name of the PID namespace in which this launcher's process id is valid, or "" if unknown."""
-    with contextlib.suppress(OSError):
-        return os.readlink("/proc/self/ns/pid")
-    return ""
 
 
 def _rendezvous_address(args: Any) -> str:
@@ -255,8 +249,11 @@ def main(argv: list[str]) -> int:
     # Ranks use huge pages if the kernel allows it on request. glibc reads this variable when a process starts.
     os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # hide C++ stack traces, which clutter the ranks' messages
-    # This variable tells the ranks which process is the launcher. They exit when it has ended.
-    os.environ["TDS_LAUNCHER"] = f"{os.getpid()} {_pid_namespace()}".strip()
+    # This variable tells the ranks which process is the launcher. They exit when it has ended. Without a name of its
+    # namespace, they look for the end of their parent instead.
+    namespace = pid_namespace()
+    if namespace:
+        os.environ["TDS_LAUNCHER"] = f"{os.getpid()} {namespace}"
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # before the ranks start, there is nothing to save
     warnings.simplefilter("ignore")
     from torch.distributed import DistError

@@ -27,7 +27,7 @@ deepspeed.runtime.engine:DeepSpeedEngine  the training step
 
 deepspeed.runtime.engine:DeepSpeedEngine  the optimizer step and checkpoints
     uses      load_universal_checkpoint
-    fields    _global_grad_norm basic_optimizer lr_scheduler optimizer torch_autocast_z0_gradscaler
+    fields    _global_grad_norm basic_optimizer lr_scheduler optimizer
     overrides _configure_optimizer _take_model_step buffered_allreduce_fallback clip_fp32_gradients
     overrides load_checkpoint module_state_dict save_checkpoint
     patches   _configure_basic_optimizer

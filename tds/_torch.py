@@ -77,15 +77,15 @@ def compiled_on_cuda(function: Function, eager: Function) -> Function:
     return call
 
 
-def new_local_group(ranks: Sequence[int], name: str, backend: str | None = None) -> Any:
-    """Create a process group of these ranks, in a call that only they make. `name` must be unique for these ranks.
+def new_local_group(ranks: Sequence[int], backend: str | None) -> Any:
+    """Create a process group of these ranks, in a call that only they make, once for these ranks and this backend.
 
     torch derives the group's name from the number of groups that a rank has. This number may differ between ranks,
-    which would then wait for each other forever, so `name` replaces it.
+    which would then wait for each other forever, so the name here depends on the arguments only.
     """
     c10d = dist.distributed_c10d
     original_hash = getattr(c10d, "_hash_ranks_to_str", None)
-    group_name = hashlib.sha1(f"{name} {list(ranks)}".encode(), usedforsecurity=False).hexdigest()
+    group_name = hashlib.sha1(f"{backend} {list(ranks)}".encode(), usedforsecurity=False).hexdigest()
     if original_hash is not None:
         c10d._hash_ranks_to_str = lambda ranks: group_name
     try:

@@ -25,9 +25,9 @@ class WeightAverage:
     def __init__(self, engine: Any, decay: float) -> None:
         self._decay = decay
         self._initial: dict[Tensor, Tensor] = {}  # weights before their first step
-        # Frozen weight -> its average in the checkpoint; None on the ranks that do not keep it, and until it is loaded.
+        # Frozen weight -> its average in the checkpoint, or the weight itself until the average is loaded; None on the
+        # ranks that do not keep it.
         self.of_frozen: dict[Tensor, Tensor | None] = {}
-        self._kept_here: set[Tensor] = set()  # the frozen weights whose averages this rank keeps
         # Number of steps, without skipped ones, since these averages were loaded. Each moves an average towards its
         # weight, which `frozen_average` does for all steps at once. A tensor if only the device knows what was skipped.
         self._applied_steps: int | Tensor = 0
@@ -47,13 +47,12 @@ class WeightAverage:
     @torch.no_grad()
     def _after_step(self, inner: torch.optim.Optimizer, *_: Any) -> None:
         """Move the averages towards the new weights."""
-        weights = weights_of(inner)
-        # In groups, this call has stepped the weights with a gradient, and other calls step the others. Without groups,
-        # a weight without a gradient keeps its value in this step, and its average still moves towards this value.
-        if self._in_groups:
-            weights = [weight for weight in weights if weight.grad is not None]
         skipped = getattr(inner, "found_inf", None)  # a scalar on the device, 1 if the device skips the step
-        for weight in weights:
+        for weight in weights_of(inner):
+            # In groups, this call has stepped the weights with a gradient, and other calls step the others. Without
+            # groups, a weight without a gradient keeps its value, and its average still moves towards this value.
+            if self._in_groups and weight.grad is None:
+                continue
             state = inner.state.get(weight)
             if not state:
                 continue  # the weight never had a gradient, so its average would equal it
@@ -69,14 +68,12 @@ class WeightAverage:
 
     def announce_frozen(self, weight: Tensor, is_kept_here: bool) -> None:
         """Announce that a checkpoint has an average of the frozen `weight`; this rank keeps it if `is_kept_here`."""
-        self.of_frozen[weight] = None
+        self.of_frozen[weight] = weight if is_kept_here else None
         self._applied_steps = 0
-        if is_kept_here:
-            self._kept_here.add(weight)
 
     def set_frozen_average(self, weight: Tensor, average: Tensor) -> None:
         """Set the average of a weight that is announced by `announce_frozen`, in the shape of the weight."""
-        if weight in self._kept_here:
+        if self.of_frozen[weight] is not None:
             self.of_frozen[weight] = average.detach().to("cpu", copy=True)
 
     def end_step(self, applied: bool | Tensor) -> None:

@@ -193,10 +193,10 @@ class PipelineHooks(PipelineOverrides, Engine, StockPipelineEngine):  # type: ig
     def _squared_norm_to_share(self) -> Tensor | None:
         """Return this rank's part, a scalar, of the squared gradient norm, to be summed together with the loss.
 
-        None if DeepSpeed computes the norm, or the gradients still have a loss scale.
+        None if DeepSpeed computes the norm.
         """
         is_by_deepspeed = self.has_wrapped_optimizer and not self.distributed  # ZeRO, fp16 or bf16, but not by tds
-        if is_by_deepspeed or self.torch_autocast_z0_gradscaler:  # this GradScaler unscales gradients in the step
+        if is_by_deepspeed:
             return None
         return self._local_squared_norm()
 

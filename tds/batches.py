@@ -132,13 +132,14 @@ class Batches:
                 f"iterator returns in model._megatron_batch_fn or engine.set_batch_fn"
             )
         inputs = as_tuple(batch[0])
+        copy_tensor = partial(host_copy, device=self.device)
         if self.needs_inputs:
             check_sendable(inputs, location)
-            self._inputs[micro] = map_tensors(batch[0], lambda t: host_copy(t, self.device))
+            self._inputs[micro] = map_tensors(batch[0], copy_tensor)
         if self.needs_labels:
             labels = batch[1] if len(batch) > 1 else None
             copy_object = partial(_copy_object, f"stage {self.stage}, labels of micro-batch {micro}")  # for non-tensors
-            self._labels[micro] = map_tensors(labels, lambda t: host_copy(t, self.device), copy_object)
+            self._labels[micro] = map_tensors(labels, copy_tensor, copy_object)
         layout = tuple((t.dtype, t.shape) for t in inputs if isinstance(t, Tensor))
         if layout != self._layout:  # a new run (see `_layout`), because dtypes or shapes differ from the batch before
             self._layout = layout

@@ -282,7 +282,7 @@ class Watchdog(Observer):
             with contextlib.suppress(Exception):
                 finished = self._device_progress.last_finished()
                 if finished:
-                    lines.append(f"its device has finished: {self._describe_briefly(finished)}")
+                    lines.append(f"its device has finished: {finished}")
             with contextlib.suppress(Exception):
                 shortage = allocation_retries(self._device_progress.device)
                 if shortage:
@@ -290,13 +290,6 @@ class Watchdog(Observer):
         with contextlib.suppress(Exception):
             lines += [f"begun and not ended: {words}" for words in pending_collectives()]
         return lines
-
-    def _describe_briefly(self, what: Any) -> str:
-        """Describe finished work briefly: an instruction by its name, micro-batch and chunk."""
-        if isinstance(what, schedule.Instruction):
-            return f"{type(what).__name__} of micro-batch {what.micro}, chunk {what.chunk}"
-        describe = self._describe()
-        return describe(what) if describe else str(what)
 
     def _stack(self) -> str:
         """Return the stack of the main thread as text."""

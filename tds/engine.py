@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from . import schedule
 from ._deepspeed import TRAIN_BATCH_TIMER, autocast, checkpointing, disable_timer_sync, patch_deepspeed
@@ -105,7 +106,6 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
             self.observers.append(self.watchdog)
         self._saved_state = PipelineState(self.module, self.grid)
         self._losses = Losses(self.device)
-        self.fwd_outputs: list[Any] = []
         self.progress = Progress(self.device, self.steps_per_print(), self.wall_clock_breakdown())
         self.observers.append(self.progress)
         disable_timer_sync(self)
@@ -164,7 +164,7 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
             instruction_handler(self, "OptimizerStep", "_exec_optimizer_step")()
         self.agg_train_loss = self._losses.read()  # after the optimizer step, so that the device has work meanwhile
         self.agg_additional_losses = self._losses.additional or None
-        self.total_loss = self._losses.local_sum if self._is_last_stage else None  # this replica's sum, as in DeepSpeed
+        self.total_loss = self._losses.local_sum  # this replica's sum on the last stage, else None, as in DeepSpeed
 
     def _run(self, plan: StagePlan) -> None:
         """Run the instructions of this stage in a step, each by its method in _HANDLERS."""
@@ -243,7 +243,7 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
             scaled_loss = total_loss * self._step.scale
             if self.fp16_enabled():
                 scaled_loss = self.scale(scaled_loss)  # by the loss scale
-            self._step.microbatches[instruction.micro_chunk].loss = scaled_loss
+            self._step.microbatches[instruction.micro_chunk].edges = [get_gradient_edge(scaled_loss)]
 
     def _backward(self, instruction: Instruction) -> None:
         """Backpropagate from the loss of a micro-batch, or from a chunk's outputs with the received gradients."""
@@ -320,8 +320,7 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
     def _begin(self, micros: int, compute_loss: bool = True) -> None:
         """Prepare the micro-batches of a step and compute the factor by which losses are scaled."""
         refuse_patches(self, self.module, reduces=isinstance(self._reduction, OverlappedReduction))
-        self.fwd_outputs = []
-        self.outputs = None
+        self.fwd_outputs: list[Any] = []
         if self.known_model.adopt_new_layers():
             wait_for_weights(self)  # layers put in later have no hooks that wait for gathered weights
         require_iterator(self.data_iterator, self.stage_id)

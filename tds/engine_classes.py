@@ -104,17 +104,9 @@ class DeepSpeedMethods:
     PipelineEngine disables its own. But above tds's PipelineEngine comes DeepSpeed's, so this class stands between.
     """
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module on one micro-batch, as DeepSpeedEngine does."""
-        return DeepSpeedEngine.forward(self, *args, **kwargs)
-
-    def backward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute gradients of one micro-batch's loss, as DeepSpeedEngine does."""
-        return DeepSpeedEngine.backward(self, *args, **kwargs)
-
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Step the optimizer at the end of an accumulation, as DeepSpeedEngine does."""
-        return DeepSpeedEngine.step(self, *args, **kwargs)
+    forward = DeepSpeedEngine.forward
+    backward = DeepSpeedEngine.backward
+    step = DeepSpeedEngine.step
 
     def module_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state of this stage's module, which the PipelineEngine writes to files instead."""
@@ -254,8 +246,7 @@ class PipelineOverrides(ExtendedEngine):
         """Clip the gradients by the norm over all stages; DeepSpeed's method counts only the first stage's gradients.
 
         If the norm is not finite, or the spike guard rejects the step, the optimizer is not called, so it changes no
-        weights, moments or step counts. All ranks have the same norm, so all of them skip the step. A
-        `torch.amp.GradScaler` skips such steps itself.
+        weights, moments or step counts. All ranks have the same norm, so all of them skip the step.
         """
         norm_on_device = self._global_norm()
         clip_by_norm(self.module.parameters(), norm_on_device, self.gradient_clipping())
@@ -264,8 +255,6 @@ class PipelineOverrides(ExtendedEngine):
         else:
             norm = norm_on_device.item()
         self._global_grad_norm = norm
-        if self.torch_autocast_z0_gradscaler:  # it skips the step itself
-            return
         if self.spike_guard:
             norm = self.spike_guard.inf_if_spike(norm)
         self.optimizer.overflow = not math.isfinite(norm)  # DeepSpeed counts this as a skipped step

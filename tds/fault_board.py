@@ -122,6 +122,7 @@ class FaultBoard:
         # A rank that asks in every third tick may learn of a fault two ticks later than one that asks in every tick.
         # Rank 1 has the delay of all ranks except rank 0, which asks in every tick.
         self.delay = POLL_SECONDS * (ticks_between_queries(1, self.world) - 1)
+        self.collect_seconds = COLLECT_SECONDS + self.delay  # how long rank 0 waits for reports
 
     def host_names(self) -> dict[int, str]:
         """Return rank -> host name, for all ranks that have written their hosts; none if the run is on one machine."""
@@ -129,11 +130,6 @@ class FaultBoard:
             return {}
         reported = [rank for rank in range(self.world) if self._store.check([f"{HOST_KEY}{rank}"])]
         return {rank: self._store.get(f"{HOST_KEY}{rank}").decode() for rank in reported}
-
-    @property
-    def collect_seconds(self) -> float:
-        """How long rank 0 waits for reports, in seconds."""
-        return COLLECT_SECONDS + self.delay
 
     def has_fault(self) -> bool:
         """Return whether any rank has announced a fault. Raises torch's error if the store is unreachable."""

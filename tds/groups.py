@@ -22,7 +22,6 @@ from ._torch import can_split, new_local_group, urgent_options
 from .queues import NEXT, PREVIOUS, boundary_parity
 
 RankLists = Sequence[Sequence[int]]
-AXES = ("pipe", "data", "model")
 
 
 @lru_cache(maxsize=1)  # a new world replaces the groups of the last one
@@ -67,9 +66,12 @@ def shared_groups(rank_lists: RankLists, urgent: bool = False) -> Any:
     return _cached_groups(key, lambda: new_groups(key, urgent))
 
 
-def member_group(ranks: Sequence[int]) -> Any:
-    """Return the group of these ranks, created at its first use. Collective over these ranks only."""
-    return _cached_groups(("members", *ranks), lambda: _create_member_group(ranks))
+def member_group(ranks: Sequence[int], backend: str | None = None) -> Any:
+    """Return the group of these ranks, created at its first use. Collective over these ranks only.
+
+    backend: by default that of the world.
+    """
+    return _cached_groups((backend, *ranks), lambda: _create_member_group(ranks, backend))
 
 
 def host_group(group: Any) -> Any:
@@ -79,18 +81,17 @@ def host_group(group: Any) -> Any:
     """
     if dist.get_backend(group) == "gloo":
         return group  # gloo sends from host memory
-    ranks = dist.get_process_group_ranks(group)
-    return _cached_groups(("hosts", *ranks), lambda: _create_member_group(ranks, "gloo"))
+    return member_group(dist.get_process_group_ranks(group), "gloo")
 
 
-def _create_member_group(ranks: Sequence[int], backend: str | None = None) -> Any:
-    """Create a group of these ranks, in a call that only they make. backend: by default that of the world."""
+def _create_member_group(ranks: Sequence[int], backend: str | None) -> Any:
+    """Create a group of these ranks, in a call that only they make. backend: None is that of the world."""
     world: Any = dist.group.WORLD
     bound = world.bound_device_id
     # With a bound device, new_group would split the world's communicator, which all ranks must join.
     world.bound_device_id = None
     try:
-        return new_local_group(ranks, name=backend or "members", backend=backend)
+        return new_local_group(ranks, backend)
     finally:
         world.bound_device_id = bound
 
@@ -131,21 +132,19 @@ def parallel_groups(members: Sequence[int], topology: Any) -> list[list[int]]:
     # For example, members = [0, 1], the tensor-parallel ranks of stage 0 and replica 0 of a grid of 8 ranks: the groups
     # are [0, 1], [2, 3], [4, 5] and [6, 7], one for each stage and replica.
     coords = list(map(topology.get_coord, members))
-    axes = [axis for axis in AXES if axis in topology.get_axis_names()]
-    # For each axis, the sets of coordinates that a group may have along it: in the example, [[0], [1]] for pipe and for
-    # data, and [[0, 1]] for model.
-    choices = []
-    for axis in axes:
-        values = {getattr(coord, axis) for coord in coords}
-        if len(values) > 1:
-            choices.append([sorted(values)])
-        else:
-            choices.append([[value] for value in range(topology.get_dim(axis))])
+    # The axes along which all members have one coordinate, and their ranges: in the example, pipe and data.
+    fixed_axes = []
+    ranges = []
+    for axis in topology.get_axis_names():
+        if len({getattr(coord, axis) for coord in coords}) == 1:
+            fixed_axes.append(axis)
+            ranges.append(range(topology.get_dim(axis)))
     groups = []
-    for coord_sets in product(*choices):  # one group; in the example, the first is ([0], [0], [0, 1])
+    for place in product(*ranges):  # one group: `members`, moved to this place along the fixed axes
+        moved = dict(zip(fixed_axes, place, strict=True))
         ranks = []
-        for coord in product(*coord_sets):  # one rank of the group: first (0, 0, 0), then (0, 0, 1)
-            ranks.append(topology.get_rank(**dict(zip(axes, coord, strict=True))))
+        for coord in coords:
+            ranks.append(topology.get_rank(**{**coord._asdict(), **moved}))
         groups.append(sorted(ranks))
     return groups
 
@@ -166,8 +165,6 @@ def share_deepspeed_groups(topology: Callable[[], Any]) -> Iterator[None]:
             rank_lists = [members]  # the group of all ranks, parallel to no other
             if len(members) < dist.get_world_size():
                 rank_lists = list(map(tuple, parallel_groups(members, topology())))
-            if members not in rank_lists:
-                return original_new_group(ranks)  # these ranks do not form a group along axes of the grid
             # `shared_groups` returns the one group that this rank is in. All lists of the axis map to it, and the last
             # line returns it to its members only. For example, on rank 1, (0, 1) and (2, 3) both map to the group of
             # ranks 0 and 1, but new_group([2, 3]) returns None.

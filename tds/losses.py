@@ -58,7 +58,6 @@ class Losses:
         self._micro_batches = micro_batches
         self._counted: Tensor | None = None  # number of targets in the global batch, if they are counted
         self._numbers_on_host: list[float] | None = None  # `_numbers` on the host
-        self._reduced = False  # whether this rank has called `reduce` in this step
         self.targets = float(micro_batches * replicas)  # divisor of the losses, unless `count` is called
         self._sums: dict[LossKey, Tensor] = {}
         self.dtype = torch.float32  # dtype of the losses that the engine returns
@@ -87,7 +86,7 @@ class Losses:
     def divisor(self) -> Tensor:
         """The number by which the losses of this step are divided, a scalar in fp64 on the device."""
         if self._counted is None:
-            return torch.full((), self.targets, dtype=torch.float64, device=self.device)
+            return self._zeros() + self.targets
         return _divisor_of(self._counted)
 
     def add(self, loss: Any, additional: Mapping[str, Any]) -> Tensor:
@@ -113,7 +112,6 @@ class Losses:
         Replicas may have different names and different numbers of micro-batches.
         """
         last_keys = self._last_keys
-        self._reduced = True
         self._replicas = replicas  # like `_stages`, for `exchange_means`
         has_new_key = bool(self._sums.keys() - last_keys)
         is_fp64 = self.dtype is torch.float64

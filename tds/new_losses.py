@@ -16,8 +16,8 @@ def exchange_means(losses: Any, divisors: Mapping[int, float]) -> dict[Any, Tens
 
     losses: the `Losses` of this rank. divisors: for each kind of loss, the divisor of its sum.
     """
-    # Only last stages have called `reduce`. The broadcast replaces the empty dict of the other stages.
-    local_means = _means_by_name(losses, divisors) if losses._reduced else {}
+    # Only last stages have added losses. The broadcast replaces the empty dict of the other stages.
+    local_means = _means_by_name(losses, divisors) if losses._sums else {}
     payload = [local_means]
     if dist.get_world_size(losses._stages) > 1:
         dist.broadcast_object_list(payload, losses._source, group=losses._stages)

@@ -1,8 +1,7 @@
 """Observers of a pipeline engine: objects that it informs about each instruction and each other part of a step."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from .schedule import Instruction
 
@@ -30,32 +29,18 @@ class Observer:
 process_observers: list[Observer] = []  # observers of all engines of this process
 
 
-@dataclass
-class _ObservedBlock:
-    """Context that informs observers when a block begins, and when it has ended without an error.
-
-    A class, because a generator-based context manager takes three times as long.
-    """
-
-    observers: Sequence[Observer]
-    what: What
-
-    def __enter__(self) -> None:
-        for each in self.observers:
-            each.begin(self.what)
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if kind is None:
-            for each in self.observers:
-                each.end(self.what)
-
-
 class Observers(list[Observer]):
     """The observers of an engine, in the order in which they are called."""
 
-    def around(self, what: What) -> AbstractContextManager[None]:
-        """Return a context around an instruction or a part of a step, of which all observers are informed."""
-        return _ObservedBlock([*self, *process_observers], what)
+    @contextmanager
+    def around(self, what: What) -> Iterator[None]:
+        """Inform the observers when an instruction or a part of a step begins, and when it ended without an error."""
+        observers = [*self, *process_observers]
+        for each in observers:
+            each.begin(what)
+        yield
+        for each in observers:
+            each.end(what)
 
     def waiting(self, doing: str) -> None:
         """Inform the engine's observers that this rank may wait for other ranks; see `Observer.waiting`."""

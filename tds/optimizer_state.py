@@ -31,7 +31,7 @@ def _is_wrapped(parameter: nn.Parameter) -> bool:
 
 def stepped_tensors(engine: Any) -> list[Tensor]:
     """Return the tensors that the torch optimizer steps: the parameters, or ZeRO's flat shards of them."""
-    if engine.zero_optimization_stage() == 3 and returns_copies(engine):
+    if isinstance(engine.optimizer, Zero3Optimizer):
         # ZeRO-3 puts these shards into param_groups only while it steps them.
         return list(engine.optimizer.fp32_partitioned_groups_flat)
     return weights_of(torch_optimizer_of(engine))

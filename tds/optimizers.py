@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ._deepspeed import DeepSpeedEngine, on_cpu
-from .clip import clip, trainable_weights
+from .clip import clip, trainable_weights, weights_of
 
 ADAMS = ("adam", "adamw", "muon")  # Muon contains an Adam for parameters that are not matrices
 NOT_ON_CPUS = ("lamb", "lion", "onebitadam", "onebitlamb", "zerooneadam")
@@ -60,7 +60,9 @@ def refuse_foreign(module: nn.Module, optimizer: Any) -> None:
 
     A stage without trainable weights may have an optimizer of any weights.
     """
-    stepped = {p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
+    if optimizer is None:  # the ds_config names one
+        return
+    stepped = set(weights_of(optimizer))
     if stepped and trainable_weights(module) and stepped.isdisjoint(module.parameters()):
         raise ValueError(
             "the optimizer steps no weight of the model, so the model would not learn: create it from "
@@ -88,15 +90,15 @@ def _torch_settings(name: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Translate settings of DeepSpeed's Adam to torch's Adam; the default weight decay stays 0, as in DeepSpeed."""
     if not settings.get("bias_correction", True):
         raise ValueError(f'optimizer {name}: "bias_correction": false is for GPUs only; leave it out on a CPU')
-    torch_settings = dict(settings)
+    torch_settings = {**settings, "torch_adam": True}
     for key in KERNEL_OPTIONS:
         torch_settings.pop(key, None)
     # With the flag torch_adam, DeepSpeed builds torch's Adam instead of its own, which in Muon steps the parameters
     # that are not matrices. torch's AdamW would decay weights by default. `fused` selects torch's fused kernel, which
     # also clips, see `clip_in_step`.
     if name.lower() == "muon":
-        return {**torch_settings, "torch_adam": True}  # Muon is not fused and has its own weight decay
-    return {"weight_decay": 0.0, **torch_settings, "torch_adam": True, "fused": True}
+        return torch_settings  # Muon is not fused and has its own weight decay
+    return {"weight_decay": 0.0, **torch_settings, "fused": True}
 
 
 def clip_in_step(optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor], norm: Tensor, limit: float) -> None:

@@ -8,12 +8,13 @@ import contextlib
 import ipaddress
 import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from .messages import exit_with_error
 
 LAUNCHER_VARIABLE = "TDS_LAUNCHER"  # set by megatron_tools/launch.py to its process id and its PID namespace
 OTHER_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")  # set by torchrun, DeepSpeed: parents of their ranks
@@ -40,7 +41,7 @@ def start_time_of(pid: int) -> str | None:
     return fields[18]  # field 22 of the file, starttime in proc(5)
 
 
-def _pid_namespace() -> str:
+def pid_namespace() -> str:
     """Return the name of the PID namespace whose processes this process sees.
 
     Each container numbers its processes from 1, so a process id is valid in one namespace only. Returns "" if /proc is
@@ -123,7 +124,7 @@ def _own_launcher_check(launcher: str) -> Callable[[], bool] | None:
     launcher: process id and, if known, PID namespace, e.g. "4711 pid:[4026531836]".
     """
     number, _, namespace = launcher.partition(" ")
-    if namespace and namespace != _pid_namespace():
+    if namespace and namespace != pid_namespace():
         return None  # the launcher runs in another container, so its process is not visible here
     pid = int(number)
     start_time = start_time_of(pid)  # None if the launcher has died already
@@ -163,6 +164,4 @@ def _exit_when_gone(is_gone: Callable[[], bool]) -> None:
     """Wait until `is_gone()` is true, then report that and end this process."""
     while not is_gone():
         time.sleep(POLL_SECONDS)
-    with contextlib.suppress(Exception):  # the reader of stderr may have died, too
-        print(f"rank {os.environ.get('RANK', '0')} ends: its launcher has died", file=sys.stderr, flush=True)
-    os._exit(1)
+    exit_with_error(f"rank {os.environ.get('RANK', '0')} ends: its launcher has died")

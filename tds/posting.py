@@ -122,10 +122,8 @@ class _Simulation:
         if isinstance(head, SENDS):
             self._send(stage, head)
         elif isinstance(head, RECEIVES):
-            kind = type(head)
-            if head.micro_chunk not in stage.post_after[kind]:
-                self._post(stage, reader=head)  # a message with a header is posted here, once it has been sent
-            if head.micro_chunk not in stage.post_after[kind]:
+            self._post(stage, reader=head)  # a message with a header is posted here, once it has been sent
+            if head.micro_chunk not in stage.post_after[type(head)]:
                 return False  # it has not been sent yet
         elif stage.unanswered:
             return False  # a pass begins only when the receivers of all sent messages have posted the receives

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ._torch import to_device
 from .bucket_launch import BucketLauncher, ChunkOf, pack_buckets, sort_buckets
 from .distributed_optimizer import DistributedOptimizer
 from .param_replicas import group_by_holders
@@ -29,7 +30,6 @@ class _GradBucket:
 
     parameters: list[nn.Parameter]
     group: Any
-    _present: Tensor | None = None  # ones, one per parameter, which the all-reduce turns into counts
     _work: dist.Work | None = None
     # Weights without a gradient on this replica, each with the number of replicas that have one.
     _missing: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
@@ -43,11 +43,7 @@ class _GradBucket:
         grads = list(map(dense_gradient, self.parameters))
         # After the gradients comes a 1 for each weight with a gradient, so the sums are numbers of replicas. For
         # example, with gradients [a, b] of a first weight and none of a second one of one element: [a, b, 0, 1, 0].
-        if self._present is None:  # made once, then used in every step
-            self._present = grads[0].new_ones(len(grads))
-        present = self._present
-        if not all(has_grad):  # set the ones of the weights without a gradient to 0
-            present = present * present.new_tensor(has_grad)
+        present = to_device(has_grad, grads[0].device).to(grads[0].dtype)  # the host does not wait
         flat_grads = [grad.reshape(-1) for grad in grads]
         flat = torch.cat([*flat_grads, present])
         self._work = dist.all_reduce(flat, group=self.group, async_op=True)

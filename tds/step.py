@@ -24,9 +24,9 @@ class Microbatch:
 
     received: the inputs, from RecvActivation to SendGrad, or to Forward in evaluation.
     to_send: the outputs, from Forward to SendActivation. Then their memory is freed unless autograd needs it.
-    edges: autograd's graph edges of the outputs, from Forward to the backward pass.
+    edges: autograd's graph edges of the outputs, or of the loss on the last virtual stage, from Forward to the backward
+        pass.
     grads: gradients of the outputs, from RecvGrad to the backward pass.
-    loss: a scalar to train on, on the last virtual stage.
     deferred: weight gradients, from BackwardInput to BackwardWeight.
     """
 
@@ -34,14 +34,13 @@ class Microbatch:
     to_send: list[BoundaryTensor] = field(default_factory=list)
     edges: list[GradientEdge] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
-    loss: Tensor | None = None
     deferred: DeferredWeightGrads | None = None
 
     @property
     def is_empty(self) -> bool:
         """True if all fields are empty."""
         tensors = self.received or self.to_send or self.edges or self.grads
-        return not tensors and self.loss is None and self.deferred is None
+        return not tensors and self.deferred is None
 
     @property
     def inputs_with_grad(self) -> list[BoundaryTensor]:
@@ -60,12 +59,8 @@ class Microbatch:
             if has_grad:
                 self.edges.append(get_gradient_edge(output))
 
-    def take_roots(self) -> tuple[list[Tensor] | list[GradientEdge], list[Tensor]]:
+    def take_roots(self) -> tuple[list[GradientEdge], list[Tensor]]:
         """Return the roots of the backward pass, and their received gradients (an empty list if the root is a loss)."""
-        if self.loss is not None:
-            loss = self.loss
-            self.loss = None
-            return [loss], []
         edges = self.edges
         grads = self.grads
         self.edges = []

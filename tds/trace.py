@@ -91,21 +91,20 @@ class _SpanObserver(Observer):
 class Tracer:
     """The recorder of one rank.
 
-    metadata: for readers (rank, stage, ...). first, last: range of iterations to record; by default, the
-    newest 50 iterations are kept.
+    metadata: for readers (rank, stage, ...). wanted: iterations to record; by default, the newest 50 iterations are
+    kept.
     """
 
     device: torch.device
     path: Path
     metadata: Mapping[str, Any]
-    first: int | None = None
-    last: int | None = None
+    wanted: range | None = None
 
     def __post_init__(self) -> None:
         self.clock: list[tuple[int, float, float]] = []
         self._on_cpu = self.device.type == "cpu"
         # The recorded iterations and their spans; without a range, only the newest.
-        max_iterations = KEPT_ITERATIONS if self.last is None else None
+        max_iterations = KEPT_ITERATIONS if self.wanted is None else None
         self._iterations: deque[tuple[int, list[RecordedSpan]]] = deque(maxlen=max_iterations)
         self._current_spans = list[RecordedSpan]()
         self._since_write = 0  # recorded iterations since the file was written
@@ -126,7 +125,7 @@ class Tracer:
         has_spans = bool(self._current_spans)  # whether the previous iteration was recorded
         self._since_write += has_spans
         # Without a range, each iteration is recorded, and `_iterations` drops the oldest ones.
-        self.is_recording = self.first is None or self.last is None or self.first <= number <= self.last
+        self.is_recording = self.wanted is None or number in self.wanted
         range_has_ended = has_spans and not self.is_recording
         if range_has_ended or self._since_write >= WRITE_INTERVAL:
             self.try_to_write()

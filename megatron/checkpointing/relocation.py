@@ -84,14 +84,6 @@ def copy_folder(source: Path, target: Path) -> None:
             copy_file(path, copy)
 
 
-def kept_config_path(home: Path) -> Path:
-    """Return the path of the config.json beside the tokenizer that was copied into `home`.
-
-    The file may be missing.
-    """
-    return home / TOKENIZER_FOLDER / "config.json"
-
-
 def copy_special_tokens(source: Path, home: Path) -> None:
     """Copy the special token ids and generation settings found beside `source` into `home`/tokenizer, for exports.
 

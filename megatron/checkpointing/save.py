@@ -81,8 +81,6 @@ class Saver:
 
         wait: finish a background save before returning. Otherwise, the checkpoint becomes valid in `finish`.
         """
-        if self.is_pending:
-            self.finish()
         self.begin(state)
         if wait or not (self._background_copy or self._uploads):
             self.finish()

@@ -18,10 +18,6 @@ PASSED_KEYS = REDUCTION_KEYS | {
     "zero_optimization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "dump_state", "flops_profiler",
     "comms_logger", "tensorboard", "wandb", "csv_monitor", "memory_breakdown",
 }  # fmt: skip
-RECONCILED_KEYS = {
-    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
-    "fp16", "bf16", "steps_per_print", "wall_clock_breakdown",
-}  # fmt: skip
 SECTION_KEYS = {
     "zero_optimization", "fp16", "bf16", "flops_profiler", "comms_logger", "tensorboard", "wandb", "csv_monitor",
 }  # fmt: skip
@@ -29,6 +25,7 @@ NUMBER_KEYS = {
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
     "steps_per_print",
 }  # fmt: skip
+RECONCILED_KEYS = NUMBER_KEYS | {"fp16", "bf16", "wall_clock_breakdown"}
 REPLACEMENT_FLAGS = {
     "optimizer": "--optimizer, --lr, --adam-beta1 and --weight-decay",
     "scheduler": "--lr-decay-style, --warmup and --min-lr",

@@ -247,18 +247,11 @@ class RemoteTokens:
             try:
                 data = self.path.read_range(begin, min(begin + BLOCK, self._length * self.dtype.itemsize))
             except StorageError:
-                if self._has_changed():  # the object may have become shorter
-                    _check_unchanged(self.path, self.stamp)
+                _check_unchanged(self.path, self.stamp)  # the object may have become shorter
                 raise
             _check_unchanged(self.path, self.stamp)
             self._store_block(number, data)
         return np.frombuffer(data, self.dtype)
-
-    def _has_changed(self) -> bool:
-        try:
-            return self.path.stamp() != self.stamp
-        except OSError:  # the server is down, or the object is gone
-            return False
 
     def _store_block(self, number: int, data: bytes) -> None:
         """Write a block into the cache. On a full disk, training continues without it."""

@@ -68,12 +68,11 @@ class SampleOrder:
                 f"use a larger corpus or a smaller --seq-length"
             )
         self._epochs: OrderedDict[int, Epoch] = OrderedDict()  # the epoch that was used last is at the end
-        self._hashed_epoch = -1  # number of the epoch whose shuffled samples are `_hashed_samples`
-        self._hashed_samples: Numbers = np.empty(0, np.int64)
+        self._shuffled: dict[int, Numbers] = {}  # the samples of one large epoch, without the rest of its order
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle for worker processes; it omits the cached orders, which workers recompute."""
-        return {**self.__dict__, "_epochs": OrderedDict(), "_hashed_epoch": -1, "_hashed_samples": None}
+        return {**self.__dict__, "_epochs": OrderedDict(), "_shuffled": {}}
 
     def _count_and_hash(self, sizes: Numbers) -> int:
         """Return the number of tokens of all documents; set `_sizes_digest`, a hash of their lengths for order files.
@@ -167,25 +166,20 @@ class SampleOrder:
         filled = 0  # number of ids so far
         while filled < count:
             epoch, begin = divmod(first + filled, self.per_epoch)  # begin: place of the sample in its epoch
-            # There are fewer samples at the end of the epoch.
-            samples = self._shuffled_samples(epoch)[begin : begin + count - filled]
+            samples = self._shuffled_samples(epoch)[begin : begin + count - filled]  # fewer at the end of the epoch
             # The addition is in int64: `samples` may be int32, which ids of late epochs exceed.
             ids[filled : filled + len(samples)] = samples + np.int64(epoch * self.per_epoch)
             filled += len(samples)
         return ids
 
     def _shuffled_samples(self, epoch: int) -> Numbers:
-        """Return the shuffled sample indices of an epoch, int [samples].
-
-        Of a large epoch that is not in use, only these are computed: its whole order takes much longer, and a file.
-        """
+        """Return the samples of an epoch, int [samples]; its whole order, if it is not in use, would need a file."""
         if self.is_small or epoch in self._epochs:
             return self.epoch(epoch).samples
-        if self._hashed_epoch != epoch:
-            self._hashed_epoch = epoch
-            self._hashed_samples = np.empty(*self._array_specs()["samples"])
-            self._permute(self._hashed_samples, epoch, stream=1)
-        return self._hashed_samples
+        if epoch not in self._shuffled:
+            self._shuffled = {epoch: np.empty(*self._array_specs()["samples"])}
+            self._permute(self._shuffled[epoch], epoch, stream=1)
+        return self._shuffled[epoch]
 
     def containing(self, documents: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
         """Return the numbers of the samples of an epoch that contain tokens of `documents`, in ascending order."""

@@ -101,11 +101,11 @@ class StagedDataset(Dataset[dict[str, Tensor]]):
 
     def locate(self, n: int) -> tuple[int, int]:
         """Return (corpus index, sample index in that corpus) of sample n."""
-        stage, member, number = self._locate_in_stage(int(n))
+        stage, member, number = self._locate_in_stage(n)
         return int(stage.members[member]), number
 
     def __getitem__(self, n: int) -> dict[str, Tensor]:
-        stage, member, number = self._locate_in_stage(int(n))
+        stage, member, number = self._locate_in_stage(n)
         return stage.blend.datasets[member][number]  # type: ignore[no-any-return]
 
     def consumed_per_corpus(self, samples: int) -> list[int]:

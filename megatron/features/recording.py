@@ -54,12 +54,13 @@ class Recording(Feature):
     """Feature that records a timeline of this rank with --trace. Its start and its end are collectives."""
 
     def start(self, run: Run) -> None:
-        first, last = run.config.log.trace_range or (None, None)
+        bounds = run.config.log.trace_range  # the first and the last iteration to record, if given
         self._has_recorded = False
         self._folder = run.run_dir / timeline.FOLDER
         self._device = run.device
         path = self._folder / timeline.trace_file_name(dist.get_rank())
-        self._recorder = trace.Tracer(self._device, path, rank_metadata(run), first, last)
+        wanted = range(bounds[0], bounds[1] + 1) if bounds else None
+        self._recorder = trace.Tracer(self._device, path, rank_metadata(run), wanted)
         # The offset of this rank's clock from rank 0. It is measured again at the end, as clocks drift.
         self._recorder.clock.append(measure_offset(self._device))
         trace.start(self._recorder)  # from here on, events of the engine go to this recorder

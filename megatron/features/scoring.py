@@ -3,6 +3,7 @@
 Each token is scored once. A text that is longer than the context window is scored in a sliding window.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -90,19 +91,6 @@ def token_nats(
     return nats
 
 
-def common_prefix_length(context: Sequence[int], whole: Sequence[int]) -> int:
-    """Return how many leading ids `context` shares with `whole`, the ids of the context and its continuation.
-
-    A token that contains the end of the context and the start of the continuation counts as part of the latter.
-    """
-    length = 0
-    for context_id, whole_id in zip(context, whole, strict=False):
-        if context_id != whole_id:
-            break
-        length += 1
-    return length
-
-
 def score_one(request: Request, logits_of: Logits, device: torch.device) -> Scored:
     """Score a request with a model that one process holds."""
     tokens = torch.tensor([request.ids], dtype=torch.int64, device=device)
@@ -139,7 +127,9 @@ def read_cloze(path: str, tokenizer: Tokenizer, max_length: int) -> list[Request
             raise
         except (ValueError, KeyError, TypeError, AttributeError):  # no JSON, no such key, or a value that is no text
             raise ValueError(f'{where}: the line must have the form {{"context": "...", "target": "..."}}') from None
-        num_targets = len(all_ids) - common_prefix_length(context_ids, all_ids)
+        # A token that contains the end of the context and the start of the target counts as part of the target.
+        common_ids = os.path.commonprefix([context_ids, all_ids])  # of two lists, the items at their begin
+        num_targets = len(all_ids) - len(common_ids)
         if not num_targets:
             raise ValueError(f"{where}: the target has no token of its own; lengthen the target")
         ids = [*tokenizer.before, *all_ids]

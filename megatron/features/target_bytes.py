@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..data.corpus_paths import corpus_names, prefixes_of
 from ..data.splits import PARTS
 from ..seeds import keep_random_state
 from ..tokenizer import Tokenizer
+from ..training.inputs import corpora_of_run
 from ..training.run_state import Run
 from .corpus_losses import configured_corpora
 
@@ -50,12 +50,9 @@ def corpus_bytes_per_target(run: Run, part: str, name: str) -> float | None:
 
     part: `train`, `valid` or `test`. name: short name of the corpus. None if there is no such corpus or no target.
     """
-    data = run.config.data
     dataset = run.datasets[PARTS.index(part)] if part in PARTS else None
-    if not data.names_corpora:
-        return None
     # Prefix of a corpus, such as data/wiki_text_document, -> its short name, such as wiki.
-    name_of = dict(zip(prefixes_of(data.paths), corpus_names(data.paths), strict=True))
+    name_of = dict(zip(corpora_of_run(run.config), configured_corpora(run.config), strict=True))
     counts: Counts = defaultdict(lambda: [0, 0])
     # A blend has data sets, one for each corpus. Another data set has none, and a user's corpus may have no prefix.
     for corpus in getattr(dataset, "datasets", ()):

@@ -19,8 +19,6 @@ def layer_lr_factors(model: nn.Module, config: ModelConfig, muon: str | None = N
     only the factor of the depth. Embeddings, positions and the output matrix keep their learning rates.
     muon: --muon-adjust-lr-fn if Muon steps the matrices, else None.
     """
-    if config.mup_base_hidden_size is None:
-        return {}
     muon_weights = muon_parameters(model) if muon else set()
     growth = {}  # how much larger the matrices of MLPs and experts are than in muP's base model
     for mlp in model.modules():

@@ -94,7 +94,8 @@ def compute_rotation(
     length: int,
     num_cached: int = 0,
     restart_positions: bool = False,
-    context: mpu.Axis | None = None,
+    *,
+    context: mpu.Axis,
 ) -> Rotation:
     """Return the rotation of `length` tokens after `num_cached` cached tokens.
 
@@ -108,8 +109,7 @@ def compute_rotation(
             position = positions_in_documents(document_ids).t()  # [s, b]
         else:
             position = torch.arange(num_cached, num_cached + length, device=document_ids.device).unsqueeze(1)  # [s, 1]
-        if context is not None:
-            position = mpu.shard_sequence(position, 0, context)
+        position = mpu.shard_sequence(position, 0, context)
         # [s, b or 1, 1, r/2], where the 1 stands for all heads
         angle = position[..., None, None].float() * inverse_frequencies(m, document_ids.device)
         factor = attention_factor(m)
@@ -118,8 +118,7 @@ def compute_rotation(
     # The cache key contains these settings because two models may receive the same ids: a teacher and its student, or
     # a model and the draft model of speculative decoding.
     angles = m.rotary_size, *[getattr(m, name) for name in ANGLE_SETTINGS]
-    shard = None if context is None else (context.rank, context.size)
-    key = "rotation", length, num_cached, restart_positions, shard, angles
+    key = "rotation", length, num_cached, restart_positions, context.rank, context.size, angles
     return cached_on(document_ids, key, make)
 
 

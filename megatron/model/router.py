@@ -11,12 +11,12 @@ Shapes: s sequence, b batch, h hidden, e experts, k experts of a token, t model-
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron import mpu
 from megatron.config import ModelConfig
+from megatron.mpu.vocab_shards import reduce_in_place
 
 from .dispatch import count_numbers
 from .text_tokens import Text
@@ -160,8 +160,7 @@ def update_routers(model: nn.Module, applied: bool | Tensor = True) -> None:
     step_counts = torch.cat(step_tokens)  # of all routers, so that one all-reduce per axis is enough
     # With sequence parallelism, model-parallel ranks also hold different tokens; otherwise `sequence` has size 1.
     for axis in (mpu.get_mesh().data, routers[0].sequence):
-        if axis.size > 1:
-            dist.all_reduce(step_counts, group=axis.group)
+        reduce_in_place(step_counts, axis)
     counts = torch.split(step_counts, list(map(len, step_tokens)))
     for router, tokens in zip(routers, counts, strict=True):
         router.end_step(tokens, applied)

@@ -16,7 +16,6 @@ from .building import after_each_layer, built_with
 from .cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_losses
 from .current import (
     ParallelContext,
-    current_mesh,
     defer_init,
     make_context,
     model_parallel_is_initialized,
@@ -24,6 +23,7 @@ from .current import (
     set_context,
     skip_init,
 )
+from .current import current_mesh as get_mesh
 from .data import broadcast_data
 from .dropout import Stream
 from .fused_rows import FusedRows
@@ -123,14 +123,6 @@ def destroy_model_parallel() -> None:
     set_context(None)
 
 
-def get_mesh() -> Mesh:
-    """Return the mesh of this rank.
-
-    Raises RuntimeError if several ranks run and `initialize_model_parallel` has not been called.
-    """
-    return current_mesh()
-
-
 def get_options() -> Options:
     """Return the options that layers built now would use."""
     return parallel_context().options
@@ -151,12 +143,12 @@ def sequence_axis() -> Axis:
 
 def context_axis() -> Axis:
     """Return the context-parallel axis: the ranks that hold different tokens of the same samples."""
-    return current_mesh().context
+    return get_mesh().context
 
 
 def get_topology() -> Topology:
     """Return the (pipe, data, model) grid of all ranks."""
-    return current_mesh().topology
+    return get_mesh().topology
 
 
 # Old name -> new name.

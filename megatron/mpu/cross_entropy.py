@@ -106,12 +106,12 @@ class LossState(NamedTuple):
     real_rows: number of this rank's rows that are not padding.
     """
 
+    real_rows: int
     share: Tensor
     max_logit: Tensor
     log_sum: Tensor
     target: Tensor
     is_local: Tensor
-    real_rows: int
 
 
 def localize_targets(logits: Tensor, target: Tensor, vocab_size: int, axis: Axis) -> tuple[Tensor, Tensor, int]:
@@ -154,7 +154,7 @@ def compute_losses(
     loss = torch.where((target >= 0) & (target < vocab_size), loss, log_z)
     if z_loss:
         share = share * (1 + 2 * z_loss * log_z)  # the gradient of (log Z)^2 is 2 log Z times the probabilities
-    return loss, z_loss * log_z**2, LossState(share, max_logit, log_sum, local_ids, is_local, real_rows)
+    return loss, z_loss * log_z**2, LossState(real_rows, share, max_logit, log_sum, local_ids, is_local)
 
 
 def logits_gradient(logits: Tensor, state: LossState, grad: Tensor, overwrite: bool) -> Tensor:
@@ -208,7 +208,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         ctx: Any, logits: Tensor, target: Tensor, vocab_size: int, z_loss: float, axis: Axis, overwrite: bool
     ) -> tuple[Tensor, Tensor]:
         loss, z_losses, state = compute_losses(logits, target, vocab_size, axis, z_loss)
-        ctx.save_for_backward(logits, *state[:-1])  # all but real_rows, which is no tensor
+        ctx.save_for_backward(logits, *state[1:])  # all but real_rows, which is no tensor
         ctx.real_rows = state.real_rows
         ctx.overwrite = overwrite  # whether the backward pass writes the gradient over the logits
         ctx.overwritten = False  # True after a backward pass that did so, which cannot be repeated
@@ -223,9 +223,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
                 "this loss was differentiated before, which overwrote its logits with their gradient: compute the loss "
                 "again, or use mpu.vocab_parallel_cross_entropy, which leaves logits unchanged"
             )
-        logits, share, max_logit, log_sum, target, is_local = ctx.saved_tensors
+        logits, *state_tensors = ctx.saved_tensors
         ctx.overwritten = ctx.overwrite
-        state = LossState(share, max_logit, log_sum, target, is_local, ctx.real_rows)
+        state = LossState(ctx.real_rows, *state_tensors)
         return logits_gradient(logits, state, grad, ctx.overwrite), *[None] * 5  # only logits have a gradient
 
 

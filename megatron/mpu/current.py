@@ -62,7 +62,10 @@ def parallel_context() -> ParallelContext:
 
 
 def current_mesh() -> Mesh:
-    """Return the mesh of `parallel_context()`."""
+    """Return the mesh of this rank.
+
+    Raises RuntimeError if several ranks run and `initialize_model_parallel` has not been called.
+    """
     return parallel_context().mesh
 
 

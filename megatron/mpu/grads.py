@@ -6,30 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from tds import clip
+from tds.clip import is_split as is_split
+from tds.clip import is_unique_param as is_unique_param
 from tds.param_replicas import replica_squared_norm
 
 from .current import current_mesh
 from .data import default_device
 from .mesh import Mesh
 from .vocab_shards import reduce_in_place
-
-
-def is_split(parameter: nn.Parameter) -> bool:
-    """Return whether `parameter` is declared as sharded over model-parallel ranks.
-
-    A sharded parameter has the attribute `tensor_model_parallel` or `model_parallel` set to True. DeepSpeed reads the
-    same attributes.
-    """
-    return clip.is_split(parameter)
-
-
-def is_unique_param(parameter: nn.Parameter, model_rank: int) -> bool:
-    """Return whether this rank counts `parameter` in sums over all parameters of the model.
-
-    A sharded parameter counts on every model-parallel rank, and a replicated parameter on model-parallel rank 0 only. A
-    tied parameter counts on the first stage that has it.
-    """
-    return clip.is_unique_param(parameter, model_rank)
 
 
 def grad_norm(parameters: Iterable[nn.Parameter] | nn.Parameter, mesh: Mesh | None = None) -> Tensor:

@@ -84,8 +84,6 @@ class ParamSpec:
     dim: the sharded dimension, None if every rank holds a copy.
     full_size: size of the sharded dimension over all ranks, without padding.
     rank, size: index of this rank's part, and number of parts.
-    shared_along_sequence: every rank holds a copy and sees only its shard of the sequence, so gradients are
-    summed over the ranks.
     fused: order of the rows of several matrices that this parameter holds; None if it is one matrix.
     used_as_embedding: this rank looks up rows of the parameter, so autograd adds a gradient of the look-up.
     accumulate_wgrad: function that an optimizer sets. It gets the two factors of the gradient of a linear layer's
@@ -98,7 +96,6 @@ class ParamSpec:
     full_size: int = 0
     rank: int = 0
     size: int = 1
-    shared_along_sequence: bool = False
     fused: FusedRows | None = None
     used_as_embedding: bool = False
     accumulate_wgrad: Callable[[Tensor, Tensor], bool] | None = None
@@ -254,7 +251,6 @@ def declare(
     parameter.spec = spec  # type: ignore[attr-defined]
     parameter.tensor_model_parallel = spec.split  # type: ignore[attr-defined]  # the name DeepSpeed and Megatron read
     if sequence is not None and sequence.size > 1:
-        spec.shared_along_sequence = True
         parameter.register_hook(partial(all_reduce, axis=sequence))  # type: ignore[no-untyped-call]
     if not parallel_context().defer_init:  # else the caller fills the parameter later
         spec.fill(parameter)

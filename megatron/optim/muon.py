@@ -115,10 +115,8 @@ class Muon(torch.optim.Optimizer):
         return matrix_work(spec_of(parameter)) if parameter in self._matrices else None
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Step all weights that have a gradient."""
-        if closure is not None:
-            raise ValueError("Muon supports no closure: compute the loss before step()")
+    def step(self) -> None:  # type: ignore[override]
+        """Step all weights that have a gradient. An engine computes the gradients before, so there is no closure."""
         adamw = self.adamw
         if adamw is not None:
             # `load_state_dict` replaces both of these attributes.

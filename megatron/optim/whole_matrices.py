@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron.mpu import Axis, ParamSpec
+from megatron.mpu import Axis, ParamSpec, exchange_rows
 
 MatrixFunction = Callable[[Tensor], Tensor]  # a matrix [o, i] -> a matrix of the same shape
 
@@ -95,8 +94,7 @@ def _exchange(
     send_buffer = torch.cat(flat_outgoing)
     send_sizes = [sum(map(Tensor.numel, tensors)) for tensors in outgoing]
     receive_sizes = [sum(map(Tensor.numel, rank_templates)) for rank_templates in templates]
-    receive_buffer = send_buffer.new_empty(sum(receive_sizes))
-    dist.all_to_all_single(receive_buffer, send_buffer, receive_sizes, send_sizes, group=axis.group)
+    receive_buffer = exchange_rows(send_buffer, send_sizes, receive_sizes, axis)
     received = []
     # Cut the buffer into the chunk of each rank, and each chunk into the rank's tensors.
     for chunk, rank_templates in zip(torch.split(receive_buffer, receive_sizes), templates, strict=True):

@@ -52,8 +52,7 @@ def check_replicas(engine: Any) -> None:
     wait_for_weights(engine)
     mesh = mpu.get_mesh()
     model = engine.module
-    device = engine.device
-    fingerprints = _fingerprints(model, device)
+    fingerprints = _fingerprints(model, engine.device)
     # Expert-parallel ranks hold different experts, so only some of the data-parallel ranks hold copies of an expert.
     expert_names = {name for name, p in global_parameters(model) if mpu.replicas_of(p) is not mesh.data}
     expert_weights = {}
@@ -68,16 +67,14 @@ def check_replicas(engine: Any) -> None:
             unsplit_weights[key] = value
     # ZeRO 3 shards weights over the data-parallel ranks, which thus hold no copies.
     is_zero_3 = any(key.data_rank is not None for key in fingerprints)
-    all_equal = is_zero_3 or _equal_on_ranks(other_weights, mesh.data, device)
+    all_equal = is_zero_3 or _equal_on_ranks(other_weights, mesh.data)
     # The collective comes before `and`, so that all ranks run it, whatever they have found so far.
-    all_equal = _equal_on_ranks(expert_weights, mesh.expert_replicas, device) and all_equal
-    all_equal = _equal_on_ranks(unsplit_weights, mesh.model, device) and all_equal
+    all_equal = _equal_on_ranks(expert_weights, mesh.expert_replicas) and all_equal
+    all_equal = _equal_on_ranks(unsplit_weights, mesh.model) and all_equal
     tied = _tied_fingerprints(model, fingerprints)
     all_equal = _ties_are_equal(tied) and all_equal
     # Only some ranks may have seen the difference, but all of them must raise the error.
-    any_differ = torch.tensor([float(not all_equal)], device=device)
-    dist.all_reduce(any_differ, op=dist.ReduceOp.MAX)
-    if any_differ.item():
+    if not all(gather_objects(all_equal)):
         raise RunError(_describe_difference(fingerprints, tied))
 
 
@@ -122,17 +119,11 @@ def _ties_are_equal(tied: Mapping[str, int]) -> bool:
     return len(pairs) == len(dict(pairs))  # else a name is in several pairs, of which dict() keeps one
 
 
-def _equal_on_ranks(values: Mapping[WeightKey, int], axis: mpu.Axis, device: torch.device) -> bool:
-    """Return whether `values` are the same on all ranks of `axis`, by a hash of 62 bits."""
-    if axis.size == 1:
-        return True
+def _equal_on_ranks(values: Mapping[WeightKey, int], axis: mpu.Axis) -> bool:
+    """Return whether `values` are the same on all ranks of `axis`, by a hash of 63 bits."""
     text = repr(sorted(values.items(), key=str))
-    # One MAX gives the maximum and, by the negated hash, the minimum. A seed is a hash of 63 bits.
-    hashed = mpu.derive_seed(text) >> 1
-    max_and_minus_min = torch.tensor([hashed, -hashed], device=device)
-    dist.all_reduce(max_and_minus_min, op=dist.ReduceOp.MAX, group=axis.group)
-    maximum, minus_minimum = max_and_minus_min.tolist()
-    return bool(maximum == -minus_minimum)
+    hashes = gather_objects(mpu.derive_seed(text), axis)
+    return len(set(hashes)) == 1
 
 
 def _describe_difference(fingerprints: Mapping[WeightKey, int], tied: Mapping[str, int]) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from ..config import Config
@@ -19,8 +20,7 @@ class _Tasks(Mapping[str, type[Task]]):
     _names = {"gpt2": "GPT2", "llama": "Llama", "t5": "T5"}
 
     def __getitem__(self, family: str) -> type[Task]:
-        name = self._names[family]
-        return globals().get(name) or __getattr__(name)  # type: ignore[no-any-return]
+        return resolve_name(f"{__name__}:{self._names[family]}")  # type: ignore[no-any-return]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

@@ -9,15 +9,10 @@ from typing import Any
 def format_count(number: float) -> str:
     """Format a number with three digits and a suffix, in at most six characters, such as 20.5K or 1.02M."""
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K")):
-        # The thresholds are those from which rounding to three digits gives 1.00, 10.0 and 100.
+        # From 999.5 on, rounding to three digits gives 1.00 of the next letter.
         if number >= 0.9995 * size:
-            value = number / size
-            decimals = 0
-            if value < 9.995:
-                decimals = 2
-            elif value < 99.95:
-                decimals = 1
-            return f"{value:.{decimals}f}{letter}"
+            digits = f"{number / size:#.3g}"  # 1.02, 20.5 or 150.
+            return digits.rstrip(".") + letter
     return f"{number:.0f}"
 
 

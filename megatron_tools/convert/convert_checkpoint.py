@@ -15,7 +15,7 @@ from megatron.checkpointing import CheckpointReader, find_checkpoint
 from megatron.checkpointing.bounds import refuse_absurd_sizes
 from megatron.checkpointing.files import WEIGHT
 from megatron.checkpointing.pruned import read_newest
-from megatron.checkpointing.relocation import copy_special_tokens, copy_tokenizer, kept_config_path, kept_tokenizer
+from megatron.checkpointing.relocation import TOKENIZER_FOLDER, copy_special_tokens, copy_tokenizer, kept_tokenizer
 from megatron.checkpointing.stream import LazyTensor
 from megatron.checkpointing.write import write_checkpoint
 from megatron.config import Config
@@ -136,7 +136,7 @@ def _config_contents(
     if tokenizer is None:
         # A GPT-2 or Llama without a tokenizer gets only the ids that its source folder named.
         trained_ids = token_ids_in(config_json) if config.is_t5 else {}
-        config_path = kept_config_path(reader.path.parent)
+        config_path = reader.path.parent / TOKENIZER_FOLDER / "config.json"  # may be missing
         ids = trained_ids | read_token_ids(config_path)
         for key in TOKEN_ID_KEYS:
             config_json.pop(key, None)

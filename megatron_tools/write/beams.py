@@ -1,7 +1,5 @@
 """Beam search for one prompt, on log-probabilities that a model has computed."""
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -73,5 +71,5 @@ class Beam:
 
     def best(self) -> list[ScoredTokens]:
         """Return the best continuations, best first; fewer than `num_beams` if no more are possible."""
-        possible = [result for result in self.results if result[0] > -math.inf]
+        possible = [result for result in self.results if result[0] > -torch.inf]
         return sorted(possible, reverse=True)[: self.num_beams]

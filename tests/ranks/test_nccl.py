@@ -59,7 +59,7 @@ def _as_on(device: Device) -> Iterator[None]:
     def host_group(group: Any) -> Any:
         ranks = tuple(dist.get_process_group_ranks(group))
         if ranks not in made:
-            made[ranks] = new_local_group(ranks, "hosts")
+            made[ranks] = new_local_group(ranks, "gloo")
             device.hosts.add(made[ranks])
         return made[ranks]
 

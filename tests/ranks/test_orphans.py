@@ -51,18 +51,15 @@ def start(code: str, mark: str, *argv: str, **env: str) -> "subprocess.Popen[str
 
 
 RANK = """
-import importlib.util, os, subprocess, sys, time
-def load():  # without the packages, which take seconds
-    spec = importlib.util.spec_from_file_location("parent_death", "tds/parent_death.py")
-    parent_death = importlib.util.module_from_spec(spec); spec.loader.exec_module(parent_death)
-    return parent_death
+import os, subprocess, sys, time
+from tds import parent_death  # which imports neither torch nor DeepSpeed
 if sys.argv[1] == "launcher":
     if "ours" in sys.argv: os.environ["TDS_LAUNCHER"] = str(os.getpid())
     if "theirs" in sys.argv: os.environ["TORCHELASTIC_RUN_ID"] = "1"
     subprocess.Popen([sys.executable, "-c", os.environ["CODE"], "rank", *sys.argv[2:]])
 else:
     if "late" in sys.argv: time.sleep(1.5)  # importing, while the launcher is killed
-    load().end_with_launcher()
+    parent_death.end_with_launcher()
     print("watching", flush=True)
 time.sleep(30)
 """

@@ -122,7 +122,7 @@ MAY_IMPORT = {
         "megatron.model.t5_pipe",
         "megatron.mpu",
     },
-    "megatron.timers": {"tds"},
+    "megatron.timers": {"tds", "megatron.ranks"},
     # A run finds its features by the names in config/feature_table.py, so no package of the core imports them.
     "megatron.features": {
         "tds",

@@ -47,7 +47,7 @@ def test_the_distance_of_two_clocks_lies_within_its_bound() -> None:
 
 def test_the_newest_iterations_or_those_asked_for_are_kept(tmp_path: Path) -> None:
     newest = trace.Tracer(CPU, tmp_path / "rank_00000.json", about(0))
-    asked = trace.Tracer(CPU, tmp_path / "rank_00001.json", about(1), 3, 5)
+    asked = trace.Tracer(CPU, tmp_path / "rank_00001.json", about(1), range(3, 6))
     for tracer in (newest, asked):
         trace.start(tracer)
         for number in range(1, 2 * trace.KEPT_ITERATIONS + 11):
@@ -73,7 +73,7 @@ def test_the_clock_of_a_device_is_read_when_recording_begins(tmp_path: Path, mon
     """Times between device events are 32-bit floats: after a day, they are multiples of 8 ms."""
     read: list[int] = []
     monkeypatch.setattr(trace.Tracer, "_record_reference", lambda self: read.append(1))
-    tracer = trace.Tracer(torch.device("cuda"), tmp_path / "rank_00000.json", about(0), 3, 5)
+    tracer = trace.Tracer(torch.device("cuda"), tmp_path / "rank_00000.json", about(0), range(3, 6))
     found = []
     for number in range(1, 7):
         tracer.iteration(number)
