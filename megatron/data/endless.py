@@ -2,6 +2,8 @@
 
 import io
 import pickle
+import traceback
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +15,9 @@ from ..seeds import derive_seed, keep_random_state, seed_generators
 
 @dataclass
 class Endless(Dataset[Any]):
-    """Wrapper of a dataset that replaces an IndexError by a ValueError: a dataset must have a sample for any n >= 0.
+    """Wrapper of a dataset that replaces an IndexError by a ValueError, which says where the IndexError was raised.
 
+    A dataset must have a sample for any n >= 0, but the IndexError may also come from a bug in the dataset.
     A dataset may draw random numbers for a sample from the generators of torch, NumPy and Python. The generators are
     seeded by `seed` and the sample's number, so all ranks and processes that read the sample draw the same.
     """
@@ -35,9 +38,11 @@ class Endless(Dataset[Any]):
         try:
             return self.dataset[n]
         except IndexError as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
             raise ValueError(
-                f"the dataset {type(self.dataset).__name__} has no sample {n} ({error}); it must return a sample for "
-                f"any n >= 0, as training continues after an epoch"
+                f"sample {n} of the dataset {type(self.dataset).__name__} raised an IndexError ({error}) in "
+                f"{place.filename}, line {place.lineno}, in {place.name}; if {n} is beyond its last sample: a dataset "
+                "must return a sample for any n >= 0, as training continues after an epoch"
             ) from error
 
 
@@ -50,6 +55,14 @@ def collate(samples: list[Any]) -> Any:
             f"the samples of a micro-batch cannot be stacked ({error}); dataset[n] must return a dict of tensors, with "
             "the same shapes for any n"
         ) from error
+
+
+class CachesEpochs:
+    """Base of orders of samples, which cache epochs in `_epochs`, and perhaps parts of them in `_shuffled`."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state to pickle for worker processes; it omits the cached epochs, which workers recompute."""
+        return {**self.__dict__, "_epochs": OrderedDict(), "_shuffled": {}}
 
 
 # Data workers send samples through pipes. torch would send tensors through shared memory and open files, of which

@@ -7,10 +7,11 @@ So all epochs have the same number of windows, and window n is computed without 
 
 import bisect
 from collections import OrderedDict
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from .endless import CachesEpochs
 
 Ints = NDArray[np.int64]
 
@@ -65,7 +66,7 @@ def assign_windows(lengths: Ints, capacity: int) -> Ints:
     return window_of
 
 
-class PackedOrder:
+class PackedOrder(CachesEpochs):
     """Assignment of records to windows; the records of window n, for any n >= 0, depend only on n and the arguments.
 
     lengths: number of positions that each record occupies, [records]; 0 skips the record. capacity: number of positions
@@ -93,10 +94,6 @@ class PackedOrder:
         self.fill_fraction = int(self._lengths.sum()) / (self.per_epoch * capacity)
         self.seed = [seed, *stream.encode()]  # numpy seeds a generator with a list of integers
         self._epochs: OrderedDict[int, tuple[Ints, Ints]] = OrderedDict()  # results of `_epoch` by number, at most two
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle for worker processes; it omits the cached epochs, which workers recompute."""
-        return {**self.__dict__, "_epochs": OrderedDict()}
 
     def _epoch(self, number: int) -> tuple[Ints, Ints]:
         """Return two arrays for epoch `number`: the record indices of all windows, and the order of the windows."""

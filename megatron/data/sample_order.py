@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from .endless import CachesEpochs
 from .indexed_dataset import DatasetError, IndexedDataset
 from .pages import Arrays, release_pages, slices_of
 
@@ -34,7 +35,7 @@ class Epoch(NamedTuple):
     samples: Numbers  # [samples] shuffled sample indices
 
 
-class SampleOrder:
+class SampleOrder(CachesEpochs):
     """Order of samples of `length` + `overlap` tokens, which start every `length` tokens in the shuffled text.
 
     sizes: returns the number of tokens of each document, int [documents]; called when needed, so a process keeps no
@@ -69,10 +70,6 @@ class SampleOrder:
             )
         self._epochs: OrderedDict[int, Epoch] = OrderedDict()  # the epoch that was used last is at the end
         self._shuffled: dict[int, Numbers] = {}  # the samples of one large epoch, without the rest of its order
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle for worker processes; it omits the cached orders, which workers recompute."""
-        return {**self.__dict__, "_epochs": OrderedDict(), "_shuffled": {}}
 
     def _count_and_hash(self, sizes: Numbers) -> int:
         """Return the number of tokens of all documents; set `_sizes_digest`, a hash of their lengths for order files.

@@ -75,20 +75,21 @@ def training_line(
         f"iteration {row['iteration']:{len(str(last))}d}/{last}",
         f"loss {row['lm_loss']:7.4f}",
     ]
+    add = columns.append
     if "z_loss" in row:
-        columns.append(f"z loss {row['z_loss']:.2e}")
+        add(f"z loss {row['z_loss']:.2e}")
     if "router_loss" in row:
-        columns.append(f"router loss {row['router_loss']:.2e}")
+        add(f"router loss {row['router_loss']:.2e}")
     if imbalances:
-        columns.append(f"imbalance {max(imbalances):5.2f}")
+        add(f"imbalance {max(imbalances):5.2f}")
     columns += [f"lr {row['lr']:.2e}", f"grad norm {norm:7.3f}"]
     if row["loss_scale"] is not None:
-        columns.append(f"loss scale {row['loss_scale']:8g}")
-    columns.append(f"{row['tokens_per_second']:9,.0f} tokens/s")
+        add(f"loss scale {row['loss_scale']:8g}")
+    add(f"{row['tokens_per_second']:9,.0f} tokens/s")
     if row.get("padding"):
-        columns.append(f"padding {row['padding']:5.1%}")
+        add(f"padding {row['padding']:5.1%}")
     if row["mfu"] is not None:
-        columns.append(f"MFU {row['mfu']:5.1%}")
+        add(f"MFU {row['mfu']:5.1%}")
     if details:
         columns += [
             f"{100 * row['iteration'] / max(last, 1):5.1f}%",
@@ -97,15 +98,15 @@ def training_line(
             f"{row['tflops']:8.3g} TFLOP/s",
             _format_memory(row),
         ]
-    columns.append(f"{format_duration(left):>7} left")
+    add(f"{format_duration(left):>7} left")
     skipped = row["skipped_steps"]
     if skipped:
-        columns.append(f"{skipped} skipped step{'s' if skipped > 1 else ''}")
+        add(f"{skipped} skipped step{'s' if skipped > 1 else ''}")
     if dead_experts:
-        columns.append(f"{dead_experts} dead expert{'s' if dead_experts > 1 else ''}")
+        add(f"{dead_experts} dead expert{'s' if dead_experts > 1 else ''}")
     straggler = row.get("straggler")
     if straggler:
-        columns.append(f"rank {straggler['rank']} takes {straggler['factor']:.1f} times the median of its peers")
+        add(f"rank {straggler['rank']} takes {straggler['factor']:.1f} times the median of its peers")
     return " | ".join(columns)
 
 

@@ -172,7 +172,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "short": (
         {"datasets": lambda s, config, tokenizer: ((_Short(), None, None), [])},
-        "^the dataset _Short has no sample 3 .*for any n >= 0",
+        "^sample 3 of the dataset _Short .*for any n >= 0",
     ),
     "extended": (
         {"extended": lambda s, config, tokenizer: None},

@@ -18,12 +18,13 @@ from hypothesis import strategies as st
 from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron.data import sample_order as module
 from megatron.data.blend import BlendedDataset
-from megatron.data.endless import pack
+from megatron.data.endless import Endless, pack
 from megatron.data.gpt2_dataset import GPT2Dataset, build_train_valid_test_datasets
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.sample_order import SampleOrder, Windows
 from megatron.data.sampler import ConsecutiveSampler, build_loader
 from megatron.data.splits import parse_split, split_documents
+from megatron.ranks.errors import one_line_error
 from megatron.seeds import seed_generators
 from tests.sentences import SENTENCES
 from tests.support import command
@@ -404,6 +405,23 @@ def test_a_sample_draws_the_same_on_every_rank_that_reads_it() -> None:
     assert rows(ConsecutiveSampler(1, 1, 1, 2), 4) == whole[1::2]
     assert len({value for row in whole for value in row}) == 8 * 3
     assert rows(ConsecutiveSampler(2, 1, 0, 1), 4, seed=2) != whole
+
+
+class _Faulty:
+    """A data set of 10 samples with a bug: it looks up a word that it does not have."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, n: int) -> str:
+        return ["a", "b"][n + 4]
+
+
+def test_an_index_error_of_a_data_set_names_its_place() -> None:
+    line = _Faulty.__getitem__.__code__.co_firstlineno + 1
+    with pytest.raises(ValueError, match="list index out of range") as raised:
+        Endless(_Faulty(), seed=1)[3]
+    assert f"{__file__}, line {line}, in __getitem__" in one_line_error(raised.value)
 
 
 def test_samples_leave_the_random_numbers_of_the_model_alone() -> None:
