@@ -17,7 +17,16 @@ NAMES = {"stdout": "standard output", "stderr": "standard error"}
 OPEN_FILES = 1 << 16
 
 
-class GuardedStream:
+class _Wrapper:
+    """Base of streams that replace `_stream`, whose other attributes they have."""
+
+    _stream: TextIO
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class GuardedStream(_Wrapper):
     """A stream that raises nothing: its first failure is reported on the other standard stream.
 
     consequence: how the report ends, i.e. what the failure means for the user.
@@ -67,11 +76,8 @@ class GuardedStream:
         with contextlib.suppress(OSError, ValueError, AttributeError):
             print(note, file=other, flush=True)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
-
-class NamedStdout:
+class NamedStdout(_Wrapper):
     """Wrapper of standard output, for tools that print a result. An OSError names standard output as its file."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -86,9 +92,6 @@ class NamedStdout:
         """Flush the stream. Raises OSError."""
         with name_in_errors(NAMES["stdout"]):
             self._stream.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 def open_closed_streams() -> None:

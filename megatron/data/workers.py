@@ -17,9 +17,15 @@ _WORKER_ENDED = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is
 
 
 def describe_worker_end(error: BaseException) -> str | None:
-    """Return one sentence if `error` says that a data worker has ended or cannot get its data set, else None."""
+    """Return one sentence if `error` says that a data worker has ended or cannot get its data set, else None.
+
+    Also describes NCCL's error about /dev/shm, which concerns no data worker.
+    """
     text = str(error)
-    if "shared memory" in text:
+    if "/dev/shm/nccl" in text:
+        return f"NCCL may have too little /dev/shm: start the container with --shm-size=8g or --ipc=host ({text})"
+    # Torch's error about tensors that it sends. Other errors name the shared memory of a GPU.
+    if "shared memory(shm)" in text:
         return f"/dev/shm is too small for the tensors of the data set: give arrays, or pass --num-workers 0 ({text})"
     match = _WORKER_ENDED.search(text)
     if not match:

@@ -141,6 +141,23 @@ def test_the_end_of_a_worker_is_one_sentence(
     assert "4711" in line and (f"{prefix}.bin" in line) == shrunk
 
 
+SHARED_MEMORY_ERRORS = {
+    "unable to allocate shared memory(shm) for file </torch_1_2_3>: No space left on device (28)": "--num-workers 0",
+    "NCCL error: unhandled system error\nError while creating shared memory segment /dev/shm/nccl-4gVxOb "
+    "(size 33030528), error: No space left on device (28)": "--ipc=host",
+    "out of resource: shared memory, Required: 131072, Hardware limit: 101376": None,
+}
+
+
+@pytest.mark.parametrize("text", SHARED_MEMORY_ERRORS)
+def test_only_torchs_error_about_shared_memory_concerns_the_data_set(text: str) -> None:
+    error = RuntimeError(text)
+    advice = SHARED_MEMORY_ERRORS[text]
+    words = describe_worker_end(error) or ""
+    assert [flag for flag in ("--num-workers 0", "--ipc=host") if flag in words] == [advice] * bool(advice)
+    assert complaints.is_bug(error) == (advice is None)
+
+
 def test_the_launcher_names_the_signal() -> None:
     assert "SIGBUS" in describe_signal(7) and "SIGKILL" in describe_signal(9) and "SIGSEGV" in describe_signal(11)
     assert "200" in describe_signal(200)
