@@ -265,6 +265,10 @@ def _record_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
     lines: list[int] = []
     bad: list[tuple[int, BadLine]] = []
     start = 0
+
+    def collected() -> Chunk:
+        return Chunk(source, start, len(content), bytes(content), tuple(lines), tuple(bad))
+
     for record in records(source, largest):
         if isinstance(record, BadLine):
             bad.append((len(content), record))
@@ -275,13 +279,13 @@ def _record_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
         content += raw + b"\n"
         lines.append(line)
         if len(content) >= size:
-            yield Chunk(source, start, len(content), bytes(content), tuple(lines), tuple(bad))
+            yield collected()
             start += len(content)
             content = bytearray()
             lines = []
             bad = []
     if content:
-        yield Chunk(source, start, len(content), bytes(content), tuple(lines), tuple(bad))
+        yield collected()
 
 
 def documents(

@@ -8,8 +8,8 @@ from typing import Any
 
 from megatron.config import Config
 from megatron.data.corpus_paths import TRIPLE_PARTS, has_loss_mask, prefixes_of
+from megatron.data.fingerprints import made_with
 from megatron.data.indexed_dataset import LOSS_SUFFIX
-from megatron.json_text import read_json
 from megatron.storage import to_path
 
 # Sidecar entries that remain valid when corpora are merged or split.
@@ -26,14 +26,16 @@ KEPT_ENTRIES = (
 
 
 def read_sidecar(prefix: str) -> dict[str, Any]:
-    """Return the content of a pair's sidecar, the PREFIX.json of the preprocessor; {} if there is no sidecar."""
+    """Return the content of a pair's sidecar, the PREFIX.json of the preprocessor; {} if there is no sidecar.
+
+    Raises ValueError for a file that is damaged or no sidecar.
+    """
     # A CPM corpus for T5 has three pairs and a corpus of conversations two, but only one sidecar. To find it, remove
     # the ending, such as _target, that distinguishes the prefixes of the pairs.
     corpus_prefix = re.sub(rf"(_({'|'.join(TRIPLE_PARTS)})|{LOSS_SUFFIX})$", "", prefix)
     for name in (prefix, corpus_prefix):
-        path = to_path(f"{name}.json")
-        if path.is_file():
-            return read_json(path, dict)
+        if to_path(f"{name}.json").is_file():
+            return made_with(name) or {}
     return {}
 
 

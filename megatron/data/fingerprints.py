@@ -100,7 +100,7 @@ def made_with(prefix: str) -> dict[str, Any] | None:
 
     The three pairs of a masked corpus share the file. If they were merged, one by one, each has a file of its own. Then
     this is the content of `prefix`_context.json.
-    Raises ValueError if the file is damaged.
+    Raises ValueError if the file cannot be read, is damaged or is something else, such as the text of the corpus.
     """
     path = to_path(f"{prefix}.json")
     if not path.is_file() and is_triple(prefix):
@@ -108,8 +108,13 @@ def made_with(prefix: str) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        return read_json(path, dict)
+        metadata = read_json(path, dict)
+        # A text of one line is a JSON object, too. Every sidecar has this entry.
+        if "fingerprint" not in metadata:
+            raise ValueError("it has no fingerprint")
+        return metadata
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{path} is damaged ({error}); copy it again or rebuild the corpus with tools/preprocess_data.py"
+            f"{path} cannot be read as the sidecar of a corpus ({error}): make it readable, copy it again or rebuild "
+            "the corpus with tools/preprocess_data.py, or rename the file if it is something else"
         ) from None

@@ -183,21 +183,22 @@ def import_checkpoint(args: argparse.Namespace) -> None:
     elif args.from_megatron:
         convert = import_megatron
     config, fingerprint, entries = convert(args)
+    vocab_file = config.data.vocab_file
     if args.verify and args.from_hf:
-        if config.data.vocab_file:
-            note = compare_imported_ids(load_tokenizer(config.data.vocab_file), Path(args.from_hf))
+        if vocab_file:
+            note = compare_imported_ids(load_tokenizer(vocab_file), Path(args.from_hf))
             print_notes([note])
         compare_with_hf(config, _weight_reader(entries), Path(args.from_hf))
     with atomic_folder(output) as folder:
         write_checkpoint(folder / "iter_0000000", entries, config, fingerprint)
         # A later export then finds the ids that the source folder named, even though there is no tokenizer.
-        if args.from_hf and config.data.vocab_file is None:
+        if args.from_hf and vocab_file is None:
             copy_special_tokens(Path(args.from_hf) / "config.json", folder)
-        if args.upcycle is not None and config.data.vocab_file and Path(config.data.vocab_file).exists():
-            copy_tokenizer(config.data.vocab_file, folder)
+        if args.upcycle is not None and vocab_file and Path(vocab_file).exists():
+            copy_tokenizer(vocab_file, folder)
             # `folder` has a temporary name, under which it is written, and then becomes `output`. The settings must
             # name the copy in `output`, so the path inside the folder is needed.
-            tokenizer_path = Path(kept_tokenizer(folder, config.data.vocab_file) or folder)
+            tokenizer_path = Path(kept_tokenizer(folder, vocab_file) or folder)
             config = with_values(config, {"vocab_file": str(output.resolve() / tokenizer_path.relative_to(folder))})
         _write_settings(folder / "settings.json", config)
     print(f"{len(entries)} tensors -> {output / 'iter_0000000'}")

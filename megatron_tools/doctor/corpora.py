@@ -49,7 +49,7 @@ def check_corpora(config: Config, tokenizer: Any, quick: bool) -> Findings:
             if are_masked:
                 check_settings(prefix, config)
         except ValueError as error:
-            yield failed("data", str(error), "do that, or preprocess the text again")
+            yield failed("data", str(error), "see the message")
             continue
         yield from _check_tokenizer(prefix, sidecar, dataset_of_ids, config, tokenizer)
         if not are_masked:

@@ -41,7 +41,7 @@ def corpus(prefix: Path, tokens: int = 50_000) -> str:
         content = Path(f"{prefix}.{ending}").read_bytes()
         pieces = [content[at : at + BLOCK] for at in range(0, len(content), BLOCK)]
         sums[ending] = [hashlib.sha256(piece).hexdigest() for piece in pieces]
-    Path(f"{prefix}.json").write_text(json.dumps({"sha256": {prefix.name: sums}}))
+    Path(f"{prefix}.json").write_text(json.dumps({"fingerprint": "", "sha256": {prefix.name: sums}}))
     return str(prefix)
 
 

@@ -19,6 +19,7 @@ import pytest
 
 from data_utils import inspect_data, preprocess_data
 from data_utils.indexed_writer import IndexedDatasetBuilder
+from data_utils.sidecars import read_sidecar
 from data_utils.tokenizer_training import train_byte_bpe
 from megatron.config.command_line import parse
 from megatron.config.defaults import DEFAULTS
@@ -454,11 +455,12 @@ def test_a_wrong_layout_is_said_once(capsys: pytest.CaptureFixture[str]) -> None
     assert states["layout"] == "failed" and "ds_config" not in states
 
 
-@pytest.mark.parametrize("content", ["{", "[1]"])
-def test_what_stands_beside_a_corpus_is_damaged(content: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", ["{", "[1]", '{"text": "a"}', '{"text": "a"}\n{"text": "b"}\n'])
+def test_what_stands_beside_a_corpus_is_damaged_or_no_sidecar(content: str, tmp_path: Path) -> None:
     (tmp_path / "data.json").write_text(content)
-    with pytest.raises(ValueError, match=r"data\.json is (damaged|not a JSON object).*; copy it again"):
-        made_with(str(tmp_path / "data"))
+    for read in (made_with, read_sidecar):
+        with pytest.raises(ValueError, match=r"data\.json .*copy it again.*rename the file"):
+            read(str(tmp_path / "data"))
     assert made_with(str(tmp_path / "other")) is None
 
 

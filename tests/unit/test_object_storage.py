@@ -75,7 +75,7 @@ def local_corpus(folder: Path, seed: int = 0) -> str:
             size = min(int(rng.integers(1, 900)), left)
             builder.add_document(rng.integers(0, 1000, size))
             left -= size
-    Path(f"{prefix}.json").write_text('{"tokenizer": "none"}')
+    Path(f"{prefix}.json").write_text('{"fingerprint": "none"}')
     return prefix
 
 
@@ -104,7 +104,7 @@ def test_samples_equal_those_of_the_local_corpus(bucket: str, tmp_path: Path) ->
     for cut in (slice(None, 9), slice(-9, None), slice(BLOCK // 2 - 1, BLOCK // 2 + 1), slice(5, 5), slice(0, TOKENS)):
         np.testing.assert_array_equal(tokens[cut], whole[cut])
     assert corpus_fingerprint(remote) == corpus_fingerprint(local)
-    assert made_with(remote) == {"tokenizer": "none"}
+    assert made_with(remote) == {"fingerprint": "none"}
 
 
 def test_only_the_blocks_that_are_read_are_downloaded_and_only_once(server: FaultyServer, tmp_path: Path) -> None:

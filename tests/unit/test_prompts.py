@@ -165,7 +165,9 @@ def test_the_template_of_the_training_comes_first(
     folder: Path, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prefix = str(tmp_path / "chats_sft")
-    Path(f"{prefix}.json").write_text(json.dumps({"objective": "sft", "chat_template": ENDS_WITH_EOS}))
+    Path(f"{prefix}.json").write_text(
+        json.dumps({"fingerprint": "", "objective": "sft", "chat_template": ENDS_WITH_EOS})
+    )
     trained = parse(["--objective", "sft", "--data-path", prefix])
     by_parts = parse(["--objective", "sft", "--train-data-path", prefix])
     for argv, config, vocab_file, source, told in (
