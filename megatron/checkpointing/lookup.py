@@ -49,7 +49,12 @@ def resume_advice(checkpoint: Path) -> str:
     candidates = earlier or complete
     if not candidates:
         return f"{folder} has no other checkpoint; restore it from a copy"
-    return f"to resume from {candidates[-1]}, write its name into {folder / 'latest'}"
+    # `latest` does not matter if --load names a checkpoint, and belongs to the other run if --load names a run.
+    newest = candidates[-1]
+    return (
+        f"to resume from {newest}, write its name into {folder / 'latest'}, or pass --load {folder / newest} if the "
+        "checkpoint comes from the --load of another run or of a tool"
+    )
 
 
 def latest_checkpoint(folder: Path) -> Path | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpointing import CheckpointError, CheckpointReader, latest_checkpoint
+from megatron.checkpointing import CheckpointError, CheckpointReader, find_checkpoint, latest_checkpoint
 from megatron.checkpointing.checksums import SHA256
 from megatron.checkpointing.files import publish, temporary_folder
 from megatron.checkpointing.lookup import resume_advice
@@ -90,6 +90,12 @@ def test_damaged_files_lead_to_the_checkpoint_before_and_never_in_circles(folder
     (folder / "iter_0000010" / "SHA256SUMS").write_text("damaged\n")
     with pytest.raises(CheckpointError, match=f"line 1.* {folder} has no other checkpoint"):
         CheckpointReader(folder / "iter_0000010")
+
+
+def test_a_damaged_checkpoint_of_load_leads_to_a_flag_as_latest_does_not_count(folder: Path) -> None:
+    (folder / "iter_0000030" / "SHA256SUMS").write_text("damaged\n")
+    with pytest.raises(CheckpointError, match=f"--load {folder}/iter_0000020"):
+        CheckpointReader(find_checkpoint(str(folder / "iter_0000030")))
 
 
 def test_iterations_of_eight_digits_are_newer_than_those_of_seven(folder: Path) -> None:
