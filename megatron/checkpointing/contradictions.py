@@ -68,10 +68,9 @@ def _refuse_other_model(reader: CheckpointReader, saved: Config, config: Config,
         return
     differences = describe_differences(saved_model, current_model)
     advice = ""
-    if is_extension and config.checkpoint.finetune:  # the flag is given, but ignored
-        advice = "; --finetune has no effect on a run's own checkpoint, so give another --run-dir for a new run"
-    elif is_extension:
-        advice = "; pass --finetune to continue with this run's values"
+    # --finetune alone would not help: it needs --load, and a run's own checkpoint goes before that of --load.
+    if is_extension:
+        advice = f"; for this run's values, start a new run (another --run-dir) with --load {reader.path} --finetune"
     settings = Path(reader.path).parent / "settings.json"
     if settings.is_file():
         advice += f"; --config {settings} sets the checkpoint's values"

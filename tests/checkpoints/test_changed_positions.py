@@ -1,5 +1,6 @@
 """Only a run with --finetune may change a checkpoint's RoPE base and scaling, sliding window and maximum length."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ def _goes_on(folder: str, data: str, vocab_file: str) -> tuple[str, str]:
 def test_longer_texts_begin_from_weights(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     ((plain, other),) = on_ranks(1, _goes_on, str(tmp_path), tiny_data, vocab_file)
     assert "--rope-theta is 10000.0 in the checkpoint and 500000.0 in this run" in plain
-    assert plain.endswith("pass --finetune to continue with this run's values")
+    assert re.search(rf"another --run-dir.* --load {tmp_path}/first/checkpoints/iter_\d+ --finetune", plain)
     assert "--rotary-percent is 1.0 in the checkpoint and 0.5 in this run" in other and "--finetune" not in other
     first, farther = losses_of(tmp_path / "first"), losses_of(tmp_path / "farther")
     assert len(first) == len(farther) == 1 and first != farther
@@ -60,3 +61,7 @@ def test_a_run_that_resumes_from_its_own_checkpoint_keeps_its_positions(tmp_path
     with pytest.raises(CheckpointError, match="--rope-theta is 500000.0 in the checkpoint and 20.0 in this run"):
         refuse_contradictions(reader, other, None, Wanted.from_config(other, beside_load=True))
     refuse_contradictions(reader, other, None, Wanted.from_config(other))
+    # Without --load, --finetune alone would be refused: these values need a new run.
+    resumed = parse(["--vocab-size", "50", "--rope-theta", "20"], DEFAULTS["llama"])
+    with pytest.raises(CheckpointError, match=f"another --run-dir.* --load {path} --finetune"):
+        refuse_contradictions(reader, resumed, None, Wanted.from_config(resumed))
