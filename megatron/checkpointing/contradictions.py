@@ -44,7 +44,8 @@ def refuse_contradictions(
     if wanted.optimizer and reader.optimizer["moments"] and saved_optimizer != config.optim.optimizer:
         raise CheckpointError(
             f"{reader.path} has the state of --optimizer {saved_optimizer}, but this run uses "
-            f"{config.optim.optimizer}; pass --no-load-optim to continue with new optimizer state"
+            f"{config.optim.optimizer}; pass --no-load-optim to continue with new optimizer state, and leave --load "
+            "out if this run has saved the checkpoint itself"
         )
     _refuse_impossible_counts(reader, saved)
     if wanted.same_data and reader.state["consumed_samples"]:

@@ -133,6 +133,10 @@ def test_another_sgd_needs_new_moments(before: Path, tmp_path: Path, tiny_data: 
     with pytest.raises(RankFailure, match="--optimizer.*--no-load-optim"):
         go(tmp_path, f"--load {before} --optimizer sgd --train-iters 4", tiny_data, vocab_file)
     go(tmp_path, f"--load {before} --optimizer sgd --train-iters 4 --no-load-optim", tiny_data, vocab_file)
+    # Beside --load, the flag counts at the first start only. The error says so, as its advice would not help otherwise.
+    with pytest.raises(RankFailure, match="--optimizer sgd.*--no-load-optim.*--load"):
+        go(tmp_path, f"--load {before} --optimizer adam --train-iters 6 --no-load-optim", tiny_data, vocab_file)
+    go(tmp_path, "--optimizer adam --train-iters 6 --no-load-optim", tiny_data, vocab_file)
 
 
 def test_a_static_loss_scale_is_that_of_the_run(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
