@@ -176,7 +176,10 @@ def _tokenize_chunks(
                 last_saved = time.monotonic()
     output.save(journal)
     if not output.counts["documents"]:
-        raise InputError(f"no text in {', '.join(args.input)}")
+        raise InputError(
+            f"no text in {', '.join(args.input)}: {output.counts['bad_lines']} unreadable and {output.counts['empty']} "
+            "empty documents skipped (--on-error stop names the first unreadable one)"
+        )
 
 
 def _total_bytes(sources: list[Source]) -> int | None:

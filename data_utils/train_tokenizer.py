@@ -86,8 +86,9 @@ def main(args: argparse.Namespace) -> None:
         args.input, args.json_key, max_document_bytes(args), on_bad, args.seed, encoding=args.encoding
     )
     corpus = sample_documents(documents, args.max_mb * 10**6, args.seed, args.quiet)
+    skipped = f", {num_bad} unreadable documents skipped (--on-error stop names the first)" if num_bad else ""
     if not any(text.strip() for text in corpus):
-        raise InputError(f"no text in {', '.join(args.input)}")
+        raise InputError(f"no text in {', '.join(args.input)}{skipped}")
 
     def with_progress() -> Iterator[str]:
         yield from Progress(corpus, desc="training tokenizer", unit=" documents", disable=args.quiet)
@@ -108,7 +109,6 @@ def main(args: argparse.Namespace) -> None:
     else:
         train_byte_bpe(with_progress(), args.output, args.vocab_size, kind, args.special_tokens)
     tokenizer = load_tokenizer(args.output, kind)
-    skipped = f", {num_bad} unreadable documents skipped" if num_bad else ""
     print(f"{tokenizer.vocab_size} tokens -> {args.output}{skipped}")
 
 

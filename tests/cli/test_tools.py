@@ -137,6 +137,18 @@ def test_an_empty_corpus_is_refused(tmp_path: Path, vocab_file: str, content: by
     assert list((tmp_path / "out").iterdir()) == []
 
 
+def test_a_corpus_of_unreadable_documents_is_not_called_empty(tmp_path: Path, vocab_file: str) -> None:
+    """--on-error skip and a wrong --json-key leave no text; the advised --on-error stop then names the key."""
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"body": "a"}\n{"body": "b"}\n')
+    train = ["tools/train_tokenizer.py", "--output", str(tmp_path / "m")]
+    encode = ["tools/preprocess_data.py", "--vocab-file", vocab_file, "--output-prefix", str(tmp_path / "out/a")]
+    for tool in (train, encode):
+        said = fails(*tool, "--input", str(path), "--quiet", "--on-error", "skip")
+        assert "2 unreadable" in said and "--on-error stop" in said
+        assert "--json-key" in fails(*tool, "--input", str(path), "--quiet", "--on-error", "stop")
+
+
 @pytest.mark.parametrize(
     ("argv", "code", "message"),
     [
