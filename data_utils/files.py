@@ -204,7 +204,10 @@ def _supported_files(name: str, paths: Iterable[Path], notify: Callable[[str], N
     supported = list(filter(format_suffix, candidates))
     others = [path for path in candidates if not format_suffix(path)]
     if not supported:
-        raise InputError(f"{name} gives no file of a supported type; supported are {SUPPORTED}")
+        raise InputError(
+            f"{name} gives no file to read: of {len(found)} files, {len(outputs)} are outputs of the data tools, read "
+            f"only if named themselves, and {len(others)} are not of a supported type; supported are {SUPPORTED}"
+        )
     if others:
         notify(f"{name}: skipped {len(others)} of {len(candidates)} files of unsupported types ({_abbreviate(others)})")
     return supported

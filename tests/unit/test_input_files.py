@@ -49,6 +49,16 @@ def test_zstd_files_may_have_the_largest_window(tmp_path: Path) -> None:
     assert texts_of(path) == ["one", "one"]
 
 
+def test_a_folder_of_outputs_of_the_tools_is_no_folder_of_unsupported_types(tmp_path: Path) -> None:
+    path = tmp_path / "dropped.jsonl"
+    path.write_text(json.dumps({"reason": "too short", "text": "abc"}) + "\n")
+    with pytest.raises(InputError, match="1 files, 1 are outputs of the data tools.* 0 are not of a supported type"):
+        find_files([str(tmp_path)])
+    assert find_files([str(path)]) == [Source(str(path))]  # as the error advises
+    with pytest.raises(InputError, match="of 0 files"):
+        find_files([str(tmp_path / "*.txt")])
+
+
 def test_a_link_to_a_file_that_is_read_is_skipped_with_a_message(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "a.txt").write_text("one\n")
