@@ -166,31 +166,30 @@ def train_cpm_vocab(texts: Iterable[str], vocab_file: str, vocab_size: int) -> N
         for char in word:
             characters[char] += count
     fixed = ["<unk>", EOD, *BYTES, SPACE, NEWLINE]
+    frequent = _by_count(characters, fixed)
+    usable = _by_count(words, fixed)
     free_slots = vocab_size - len(fixed)
-    frequent = []
-    for char in _by_count(characters):
-        if char not in (SPACE, NEWLINE) and char.isprintable():
-            frequent.append(char)
-    # Characters get at most half of the free slots; words fill the rest. The dict is an ordered set.
-    chosen = dict.fromkeys(frequent[: free_slots // 2])
-    for word in _by_count(words):
-        if len(chosen) >= free_slots:
-            break
-        # A word of one character may already be chosen as a character.
-        if word.isprintable() and word not in fixed and word:
-            chosen.setdefault(word)
-    if len(chosen) < free_slots:
+    possible = free_slots
+    # A smaller vocabulary also has fewer characters that are no words, so one step down may not be enough.
+    while (count := len({*frequent[: possible // 2], *usable})) < possible:
+        possible = count
+    if possible < free_slots:
         raise TokenizerError(
             f"this text is too small for {vocab_size} tokens; lower --vocab-size, or VOCAB_SIZE= of run_*.sh, "
-            f"to at most {len(chosen) + len(fixed)}"
+            f"to at most {possible + len(fixed)}"
         )
-    tokens = [*fixed, *chosen]
+    # Characters get at most half of the free slots; words fill the rest. A word of one character may already be chosen
+    # as a character. The dict is an ordered set.
+    chosen = dict.fromkeys([*frequent[: free_slots // 2], *usable])
+    tokens = [*fixed, *chosen][:vocab_size]
     _write(vocab_file, ("\n".join(tokens) + "\n").encode())
 
 
-def _by_count(counter: Counter[str]) -> list[str]:
-    """Return the keys, the most frequent first, equally frequent ones in the order of their characters."""
-    return sorted(counter, key=lambda key: (-counter[key], key))
+def _by_count(counter: Counter[str], fixed: Sequence[str]) -> list[str]:
+    """Return the keys that can be further tokens, the most frequent first, then in the order of their characters."""
+    known = {"", *fixed}
+    keys = sorted(counter, key=lambda key: (-counter[key], key))
+    return [key for key in keys if key not in known and key.isprintable()]
 
 
 def train_byte_bpe(texts: Iterable[str], output: str, vocab_size: int, kind: str, specials: Sequence[str] = ()) -> None:

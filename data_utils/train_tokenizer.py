@@ -56,6 +56,7 @@ def main(args: argparse.Namespace) -> None:
     if args.vocab_size < 300:
         raise ValueError(f"--vocab-size {args.vocab_size} must be at least 300, because 256 tokens stand for bytes")
     kind = args.tokenizer_type
+    output = args.output
     if args.word_borders and kind != "sentencepiece":
         raise ValueError(f"--word-borders is for --tokenizer-type sentencepiece, not for {kind}")
     if args.model_type and kind not in ("sentencepiece", "cpm"):
@@ -67,13 +68,13 @@ def main(args: argparse.Namespace) -> None:
         names += ["<unk>", EOD]
     if len(set(names)) < len(names):
         raise ValueError("--special-tokens lists a name twice, an empty name, or a token that is always added")
-    check_outputs(args.input, [args.output], args.encoding)
+    check_outputs(args.input, [output], args.encoding)
     needed = SUFFIXES[kind]
-    suffix = Path(args.output).suffix
+    suffix = Path(output).suffix
     # `load_tokenizer` reads a file with any other suffix as a .model file.
     format_read = suffix if suffix in (".txt", ".json") else ".model"
     if needed and needed != format_read:
-        raise ValueError(f"--output {args.output} must end with {needed} for --tokenizer-type {kind}")
+        raise ValueError(f"--output {output} must end with {needed} for --tokenizer-type {kind}")
     num_bad = 0
 
     def on_bad(line: BadLine) -> None:
@@ -96,20 +97,20 @@ def main(args: argparse.Namespace) -> None:
     if kind == "sentencepiece":
         train_sentencepiece(
             with_progress(),
-            args.output,
+            output,
             args.vocab_size,
             args.model_type or "bpe",
             args.word_borders,
             args.special_tokens,
         )
     elif kind == "cpm":
-        train_cpm(with_progress(), args.output, args.vocab_size, args.model_type or "unigram")
+        train_cpm(with_progress(), output, args.vocab_size, args.model_type or "unigram")
     elif kind == "cpm-vocab":
-        train_cpm_vocab(with_progress(), args.output, args.vocab_size)
+        train_cpm_vocab(with_progress(), output, args.vocab_size)
     else:
-        train_byte_bpe(with_progress(), args.output, args.vocab_size, kind, args.special_tokens)
-    tokenizer = load_tokenizer(args.output, kind)
-    print(f"{tokenizer.vocab_size} tokens -> {args.output}{skipped}")
+        train_byte_bpe(with_progress(), output, args.vocab_size, kind, args.special_tokens)
+    tokenizer = load_tokenizer(output, kind)
+    print(f"{tokenizer.vocab_size} tokens -> {output}{skipped}")
 
 
 def build_parser() -> Parser:

@@ -65,6 +65,21 @@ def check(tokenizer: Tokenizer, text: str) -> None:
     assert [each.tolist() for each in tokenizer.encode_batch([text, "x", text])][::2] == [ids, ids]
 
 
+def test_the_advised_size_of_a_cpm_vocabulary_is_accepted(tmp_path: Path) -> None:
+    """A smaller vocabulary has fewer characters, too, so these words fill far fewer tokens than a first estimate."""
+    words = (
+        "中国 人民 学校 经济 政治 文化 历史 地理 音乐 美术 体育 电脑 手机 汽车 飞机 火车 轮船 医院 警察 律师 记者 演员"
+    )
+    text = "，".join(f"{words} 导演 作家 诗歌 小说 散文 戏剧 电影 新闻 报纸 杂志 网络 游戏 软件 硬件 数据 算法".split())
+    path = str(tmp_path / "vocab.txt")
+    with pytest.raises(TokenizerError, match="--vocab-size") as refused:
+        train_cpm_vocab([text], path, 5000)
+    size = int(str(refused.value).split()[-1])
+    train_cpm_vocab([text], path, size)
+    with pytest.raises(TokenizerError, match=f" {size}$"):
+        train_cpm_vocab([text], path, size + 1)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("text", TEXTS, ids=lambda text: repr(text[:30]))
 def test_nothing_is_lost(tokenizers: dict[str, Tokenizer], kind: str, text: str) -> None:
