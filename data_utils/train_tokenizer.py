@@ -16,7 +16,7 @@ from .documents import read_texts
 from .files import check_outputs
 from .progress import Progress
 from .streams import BadLine, InputError
-from .tokenizer_training import train_byte_bpe, train_cpm, train_cpm_vocab, train_sentencepiece
+from .tokenizer_training import BYTES, train_byte_bpe, train_cpm, train_cpm_vocab, train_sentencepiece
 
 EXAMPLES = """\
   python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8000 --output tokenizer.model
@@ -65,7 +65,7 @@ def main(args: argparse.Namespace) -> None:
         raise ValueError(f"--special-tokens is for --tokenizer-type sentencepiece and hf, not for {kind}")
     names = ["", *args.special_tokens]
     if kind == "sentencepiece":
-        names += ["<unk>", EOD]
+        names += ["<unk>", EOD, "\n", *BYTES]
     if len(set(names)) < len(names):
         raise ValueError("--special-tokens lists a name twice, an empty name, or a token that is always added")
     check_outputs(args.input, [output], args.encoding)

@@ -71,6 +71,7 @@ def test_numbers_out_of_range_are_refused(tool: Any, flags: str, capsys: pytest.
         (preprocess_data, "--mean-span-length 10", "require --objective cpm-t5"),
         (train_tokenizer, "--special-tokens <a> <a>", "--special-tokens lists a name twice"),
         (train_tokenizer, "--special-tokens <eod>", "--special-tokens lists a name twice"),
+        (train_tokenizer, "--special-tokens <0x0A>", "--special-tokens lists a name twice"),
         (train_tokenizer, "--output x.json", "must end with .model for --tokenizer-type sentencepiece"),
         (train_tokenizer, "--tokenizer-type cpm --output x.txt", "must end with .model for --tokenizer-type cpm"),
         (train_tokenizer, "--tokenizer-type cpm-vocab", "must end with .txt for --tokenizer-type cpm-vocab"),
