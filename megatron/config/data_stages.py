@@ -82,10 +82,10 @@ def parse_stages(words: Sequence[str]) -> tuple[Stage, ...]:
         where = f"--data-stages {text}"
         path = Path(text)
         try:
-            text = path.read_text(encoding="utf-8").strip()
+            text = path.read_text(encoding="utf-8-sig").strip()
         except (OSError, ValueError) as error:
             raise ConfigError(f"--data-stages {brief(path)} cannot be read: {why_unreadable(error)}") from None
-    if text.startswith("["):
+    if text.startswith(("[", "{")):  # the JSON parser refuses an object, for which the short form has no meaning
         stages = tuple(_parse_json_stages(text, where))
     else:
         stages = tuple(_parse_short_stage(part, where) for part in text.split(";") if part.strip())

@@ -109,6 +109,12 @@ def test_both_notations_are_read_alike(tmp_path: Path) -> None:
     path = tmp_path / "stages.json"
     path.write_text(json.dumps(content))
     assert parse_stages([str(path)]) == expected
+    path.write_text(json.dumps(content), encoding="utf-8-sig")  # with a byte-order mark
+    assert parse_stages([str(path)]) == expected
+    path.write_text(json.dumps(content[0]))
+    with pytest.raises(ConfigError, match=r"stages\.json must hold a JSON list"):
+        parse_stages([str(path)])
+    path.write_text(json.dumps(content))
     assert parse_stages([stages_as_json(expected)]) == expected
     config = parse(["--data-stages", str(path)])
     path.unlink()
