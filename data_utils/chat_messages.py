@@ -57,7 +57,8 @@ def refuse_unrendered(entry: Mapping[str, Any], template: str) -> None:
             names = "|".join(REASONING_KEYS)
         if not re.search(rf"(?<!\w)({names})(?!\w)", template):  # as a whole word
             raise ValueError(
-                f"{key!r} is not rendered: remove this key, write it into a message, or set another --chat-template"
+                f"{key!r} is not rendered: remove this key or write it into a message"
+                f"{', or set another --chat-template' if template else ''}"
             )
 
 

@@ -273,9 +273,7 @@ def _add_writers(command: Callable[..., argparse.ArgumentParser]) -> None:
     cmd.add_argument("--output", type=output_prefix, required=True, help="path of the new pair, without .bin or .idx")
     cmd = command("split", split_pair, "split a pair into training, validation and test", pair=True)
     cmd.add_argument(
-        "--split",
-        default="98,1,1",
-        help="shares of the documents for training, validation and test (default: 98,1,1)",
+        "--split", default="98,1,1", help="shares of the documents for training, validation and test (default: 98,1,1)"
     )
     cmd.add_argument(
         "--output",

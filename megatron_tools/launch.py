@@ -219,14 +219,14 @@ def describe_rendezvous_error(error: Exception, args: Any) -> str:
     text = " ".join(str(error).split())
     address = _rendezvous_address(args)
     if "EADDRINUSE" in text:
-        advice = "set another --master-port (MASTER_PORT=)"
+        advice = "set another port in --rdzv-endpoint if it is given, else another --master-port (MASTER_PORT=)"
         if _spans_nodes(args):
             advice += ", or check that no other node has --node-rank 0 (NODE_RANK=)"
         port = address.rpartition(":")[2]
         return f"port {port} of this machine is in use by another process; {advice}"
     return (
-        f"node {args.node_rank} of {args.nnodes} did not reach the other nodes at {address} "
-        f"({text[:150]}); start the missing nodes with the same --master-addr and --master-port"
+        f"node {args.node_rank} of {args.nnodes} did not reach the other nodes at {address} ({text[:150]}); start the "
+        "missing nodes with the same --master-addr and --master-port, or --rdzv-endpoint"
     )
 
 

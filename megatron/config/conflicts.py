@@ -120,7 +120,8 @@ def compile_conflicts(config: "Config", zero_stage: int | None = None) -> Iterat
         ),
         (
             zero_stage == 3,
-            "--compile cannot be used with ZeRO stage 3, which frees a layer's weights after use; use --zero-stage 2",
+            "--compile cannot be used with ZeRO stage 3, which frees a layer's weights after use; use --zero-stage 2 "
+            "(or stage 2 in the ds_config that sets it)",
         ),
     )
 
@@ -306,14 +307,16 @@ def zero_conflicts(config: "Config", precision: str, zero_stage: int) -> Iterato
         (
             config.parallel.pipe_parallel_size > 0 and zero_stage > 1,
             f"ZeRO stage {zero_stage} cannot be used with a pipeline, as each micro-batch would reduce-scatter the "
-            f"gradients again; use --zero-stage 1 or --pipe-parallel-size 0",
+            "gradients again; use --zero-stage 1 (or stage 1 in the ds_config that sets it) or --pipe-parallel-size 0",
         ),
         (
             precision in ("fp16", "bf16") and zero_stage == 0,
-            f"{precision} needs fp32 master weights and gradients; use --zero-stage 1 or higher, which keeps them",
+            f"{precision} needs fp32 master weights and gradients; use --zero-stage 1 or higher, which keeps them "
+            "(or such a stage in the ds_config that sets it)",
         ),
         (
             precision == "fp64" and zero_stage > 0,
-            f"--precision fp64, a mode for numerical checks, needs --zero-stage 0, not {zero_stage}",
+            f"--precision fp64, a mode for numerical checks, needs ZeRO stage 0, not {zero_stage}; use --zero-stage 0 "
+            "(or stage 0 in the ds_config that sets it)",
         ),
     )

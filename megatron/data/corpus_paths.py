@@ -40,7 +40,7 @@ def parse_blend(words: str | Words) -> list[tuple[str | None, str]]:
         return [(None, part) for part in parts]
     if is_corpus(parts[0]):
         raise DatasetError(
-            f"{argument}: {parts[0]} is also a corpus; write ./{parts[0]} for it, or {parts[0]}.0 as weight"
+            f"{argument}: {parts[0]} is also a corpus; write ./{parts[0]} for it, or 0{parts[0]} as weight"
         )
     weights = parts[::2]
     prefixes = parts[1::2]

@@ -49,7 +49,7 @@ def check_packages(config: LogConfig) -> None:
         is_requested = getattr(config, name) or (name == "tensorboard" and config.tensorboard_dir)
         if is_requested and not is_installed(name):
             raise ValueError(
-                f"--{name} needs the package {name}: {pip_install(name)}; --no-{name} continues without it"
+                f"--{name} needs the package {name}: {pip_install(name)}; without it, leave out all flags --{name}*"
             )
 
 
@@ -77,7 +77,8 @@ def build_writers(config: Config, run_dir: Path, iteration: int) -> list[Writer]
             # The message on one line, or the type of an error without a message.
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(
-                f"{writer_class.name} cannot start: {reason}; pass --no-{writer_class.flag} to train without it"
+                f"{writer_class.name} cannot start: {reason}; to train without it, pass --no-{writer_class.flag}, "
+                f"and leave other flags --{writer_class.flag}* out"
             ) from error
     return started
 

@@ -109,7 +109,6 @@ class RunLock:
         """
         self.path = folder / LOCK_FILE
         self.notes: list[str] = []
-        self._flag = "--save" if what == CHECKPOINTS else "--run-dir"
         self._me = Holder.here()
         self._created_folders: list[Path] = []
         self._file: FileIO | None = None  # None if another lock of this process holds the file
@@ -145,7 +144,7 @@ class RunLock:
             if time.monotonic() > deadline:
                 holder = read_holder(self.path) or Holder()
                 advice = (
-                    f"end it, or give another {self._flag}; "
+                    f"end it, or give another --run-dir (another --save if that names {self.path.parent}); "
                     f"if its machine is down, or this folder is a copy, delete {self.path}"
                 )
                 raise self._in_use(holder, advice)

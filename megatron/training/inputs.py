@@ -130,7 +130,7 @@ def _corpus_problems(task: Task, config: Config) -> Iterator[str]:
                 f"{_suggest_prefix(prefix)}"
             )
         if whole:
-            yield f"{prefix} is only a part of the corpus {whole}; pass --data-path {whole}"
+            yield f"{prefix} is only a part of the corpus {whole}; name {whole} instead"
 
 
 def _suggest_prefix(prefix: str) -> str:

@@ -39,7 +39,7 @@ def check_corpora(config: Config, tokenizer: Any, quick: bool) -> Findings:
             )
             continue
         if whole := whole_of(prefix):
-            yield failed("data", f"{prefix} is only a part of the corpus {whole}", f"pass --data-path {whole}")
+            yield failed("data", f"{prefix} is only a part of the corpus {whole}", f"name {whole} instead")
         for pair, dataset in zip(pairs, datasets, strict=True):
             yield ok("data", f"{pair}: {dataset.num_documents} documents, {dataset.num_tokens} tokens")
         # Ids of sentinels follow the vocabulary, in any number, so ids of masked corpora have no limit.

@@ -341,6 +341,8 @@ def test_the_place_where_nodes_meet_is_named(
     (line,) = capfd.readouterr().err.splitlines()
     assert line.endswith(f" {where}")
     assert where in launch.describe_rendezvous_error(RuntimeError("Timed out"), args)
+    for error in ("Timed out", "EADDRINUSE"):  # if it is given, --rdzv-endpoint decides, and not --master-port
+        assert "--rdzv-endpoint" in launch.describe_rendezvous_error(RuntimeError(error), args)
 
 
 @pytest.mark.parametrize(

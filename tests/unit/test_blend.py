@@ -304,8 +304,14 @@ def test_a_number_that_is_a_weight_and_a_corpus_is_refused(tmp_path: Path, monke
     for name in ("2023", "2024"):
         for end in (".bin", ".idx"):
             (tmp_path / f"{name}{end}").touch()
-    with pytest.raises(DatasetError, match=r"\./2023"):
-        parse_blend(["2023", "2024"])
+    (tmp_path / "0.7.idx").touch()
+    (tmp_path / "0.7.bin").touch()
+    for name in ("2023", "0.7"):
+        with pytest.raises(DatasetError, match=r"\./") as error:
+            parse_blend([name, "2024"])
+        advised = re.search(r" or (\S+) as weight", str(error.value))
+        assert advised and float(advised[1]) == float(name)
+        assert parse_blend([advised[1], "2024"]) == [(advised[1], "2024")]
     assert parse_blend(["./2023", "2024"]) == [(None, "./2023"), (None, "2024")]
     assert parse_blend(["2023.0", "2024"]) == [("2023.0", "2024")]
     assert parse_blend(["1", "2023", "2", "2024"]) == [("1", "2023"), ("2", "2024")]

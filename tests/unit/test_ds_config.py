@@ -92,6 +92,7 @@ def test_what_changes_no_number_gives_way_with_a_note(tmp_path: Path, stages: st
         ({"pipeline": {"stages": 2}}, (), "'stages' in 'pipeline' has no effect"),
         ({"pipeline": 3}, (), "'pipeline' must be an object"),
         ({}, ("--precision", "fp16", "--zero-stage", "0"), "fp16 needs fp32 master weights"),
+        ({"zero_optimization": {"stage": 0}}, ("--precision", "fp16"), "in the ds_config that sets it"),
         ({}, ("--precision", "fp64", "--zero-stage", "1"), "--precision fp64, a mode for numerical checks"),
         ({}, ("--model-parallel-size", "3"), "4 ranks cannot be divided"),
     ],

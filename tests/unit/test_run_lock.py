@@ -135,8 +135,12 @@ def test_a_run_that_lives_keeps_its_directory(tmp_path: Path, run_in: Start) -> 
     path = tmp_path / run_lock.LOCK_FILE
     before = path.read_text()
     for override in (False, True):  # --override-lock has no effect on a lock that is held
-        with pytest.raises(RunLockedError, match=rf"is in use by process {pid} on \S+ since .*: end it, or give"):
+        with pytest.raises(
+            RunLockedError, match=rf"is in use by process {pid} on \S+ since .*: end it, or give"
+        ) as error:
             RunLock(tmp_path, override)
+        # Without --run-dir, --save names the run directory.
+        assert "another --run-dir" in str(error.value) and "another --save" in str(error.value)
     assert path.read_text() == before
     path.write_text("{")
     with pytest.raises(RunLockedError, match=SENTENCES["in_use_by_another_process"]):

@@ -410,8 +410,9 @@ def test_templates_know_what_they_know_in_transformers(
     ],
 )
 def test_what_is_no_conversation_is_named(record: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as error:
         messages_of(record)
+    assert "--chat-template" not in str(error.value), "no template renders keys beside the messages"
 
 
 def test_a_template_that_looks_back_is_refused(hf_tokenizer: Path, tmp_path: Path) -> None:
@@ -552,7 +553,7 @@ def test_from_records_to_pairs(tmp_path: Path, vocab_file: str, capsys: pytest.C
     for flags, is_noted in (("--objective sft", False), ("", True), ("--family t5", True)):
         assert bool(inputs.note_on_objective(about, parse(flags.split()))) == is_noted
     config = parse(["--data-path", f"{tmp_path}/b_sft_loss", "--vocab-file", vocab_file])
-    with pytest.raises(inputs.MissingInputs, match=f"only a part of the corpus {tmp_path}/b_sft; pass --data-path"):
+    with pytest.raises(inputs.MissingInputs, match=f"only a part of the corpus {tmp_path}/b_sft; name {tmp_path}"):
         inputs.require_inputs(TASKS["gpt2"](), config)
     assert (about["objective"], about["chat_template"], about["tokens"]) == ("sft", "chatml", tokens.num_tokens)
     matched = map(str, sorted(tmp_path.glob("b_sft*")))  # files of the tokens and of the loss mask
