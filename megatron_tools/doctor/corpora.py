@@ -23,7 +23,7 @@ def check_corpora(config: Config, tokenizer: Any, quick: bool) -> Findings:
     try:
         prefixes = prefixes_of(config.data.paths)
     except ValueError as error:
-        yield failed("data", str(error), "make a corpus with tools/preprocess_data.py")
+        yield failed("data", str(error), "correct the flag, or make a corpus with tools/preprocess_data.py")
         return
     # A T5 reads corpora whose spans were masked during preprocessing, as three pairs each.
     are_masked = config.is_t5 and all(map(is_triple, prefixes))

@@ -141,7 +141,7 @@ def check_resume(config: Config, run_dir: Path, fingerprint: str | None, quick: 
 
     save_dir = save_dir_of(config, run_dir)
     load = config.checkpoint.load
-    resume_remedy = "use the settings of the checkpoint, or another --run-dir for a new run"
+    resume_remedy = "use the settings of the checkpoint, or another --load, or another --run-dir for a new run"
     path = None
     try:
         # The run's own checkpoints come before that of --load, with which a new run starts.
@@ -167,7 +167,8 @@ def check_resume(config: Config, run_dir: Path, fingerprint: str | None, quick: 
         yield failed(
             "checkpoint",
             str(error),
-            "write the name of an earlier intact checkpoint into the file latest, or use another --run-dir",
+            "give another --load; without --load, write the name of an earlier intact checkpoint into the file latest, "
+            "or use another --run-dir",
         )
         return
     words = f"{path} is intact, iteration {reader.state['iteration']}"

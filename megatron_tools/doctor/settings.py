@@ -83,7 +83,8 @@ def resolve_settings(config: Config, ranks: int, cluster: "Cluster | None") -> t
             has_fast_bf16 = device.has_fast_bf16(device.current_device())
         resolved = resolve(config, ranks, has_fast_bf16)
     except ConfigError as error:
-        return None, [failed("ds_config", str(error), "change the ds_config, or the flag that contradicts it")]
+        # The ds_config may be at fault, but also a flag or another file, such as that of --param-groups.
+        return None, [failed("ds_config", str(error), "correct the flag or the file that this message names")]
     words = f"{resolved.precision}, ZeRO {resolved.zero_stage}"
     if config.train.deepspeed_config:
         words += f", from {config.train.deepspeed_config}"

@@ -336,6 +336,17 @@ def test_checkpoints_that_are_damaged(examined: Callable[..., Any], tmp_path: Pa
     assert found.state == "failed" and "iter_0000007" in found.words and "latest" in found.remedy
 
 
+def test_remedies_fit_the_problem(examined: Callable[..., Any], tmp_path: Path) -> None:
+    """The flag is at fault, and neither a ds_config, nor a missing corpus, nor a damaged checkpoint of this run."""
+    found = examined("--quick", "--optimizer", "muon", "--zero-stage", "2", "--load", str(tmp_path), data="0.7")
+    flag_is_wrong = found["ds_config"]
+    assert (
+        flag_is_wrong.state == "failed" and "flag" in flag_is_wrong.remedy and "ds_config" not in flag_is_wrong.remedy
+    )
+    assert found["data"].state == "failed" and "correct the flag" in found["data"].remedy
+    assert found["checkpoint"].state == "failed" and "another --load" in found["checkpoint"].remedy
+
+
 def test_a_run_whose_only_folder_is_that_of_save_is_examined(
     tmp_path: Path, tiny_data: str, vocab_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
