@@ -75,7 +75,7 @@ def parse_messages(turns: object) -> tuple[Message, ...]:
         if message.role not in ROLES:
             raise ValueError(f"the role {message.role!r} is not one of {', '.join(ROLES)}")
         if not isinstance(message.content, str) or not message.content:
-            raise ValueError(f"a {message.role} message has no text")
+            raise ValueError(f"the content of a message with the role {message.role} is empty or no text")
         for text in texts_in([message.content, message.further]):
             check_surrogates(text)
         messages.append(message)

@@ -93,7 +93,7 @@ def print_uses(args: argparse.Namespace) -> None:
             matching.append(index)
     if not matching:
         raise ValueError(
-            f"the training data of {args.run_dir} have no corpus {path}; give --path with one of {', '.join(trained)}"
+            f"--path {path!r} names no corpus of the training data of {args.run_dir}; give one of {', '.join(trained)}"
         )
     first_match = members[matching[0]]
     prefix = first_match.prefix

@@ -187,7 +187,7 @@ def _raw_blocks(path: str, size: int) -> Iterator[bytes]:
     except (InputError, FileNotFoundError):
         raise
     except _damage_errors() as error:
-        raise InputError(f"{path}, near line {line}: cannot decompress the file ({error})") from None
+        raise InputError(f"{path}, near line {line}: cannot read or decompress the file ({error})") from None
 
 
 def _damage_errors() -> tuple[type[Exception], ...]:

@@ -58,20 +58,15 @@ def _other_family_problems(config: "Config") -> Iterator[str]:
     if family is None:
         return
     ignored = []
-    readers: tuple[str, ...] = ()
     for section, _, f in settings():
         families = f.metadata["family"]  # of models that read the setting; None stands for all
         if families is None or family in families:
             continue
         if getattr(getattr(config, section), f.name) != f.default:
-            ignored.append(flag(f.name))
-            readers = readers or families  # the message names the families that read the first of these settings
+            ignored.append(f"{flag(f.name)} (used by {' and '.join(families)} only)")
     if ignored:
         them = "them" if len(ignored) > 1 else "it"
-        yield (
-            f"{', '.join(ignored)}: used by {' and '.join(readers)} only, but this model is a {family}; leave {them} "
-            "out"
-        )
+        yield f"{', '.join(ignored)}: this model is a {family}; leave {them} out"
 
 
 def _batch_schedule_problems(config: "Config") -> Iterator[str]:
@@ -142,8 +137,8 @@ def _empty_stage_problems(config: "Config") -> Iterator[str]:
     if config.is_t5:
         layers += m.decoder_layers
         flags += f" + --num-decoder-layers {m.decoder_layers}"
-    if p.stages * p.virtual_pipeline_size > layers:
-        chunks = f" x --virtual-pipeline-size {p.virtual_pipeline_size}" if p.virtual_pipeline_size > 1 else ""
+    if p.stages * p.chunks > layers:
+        chunks = f" x --virtual-pipeline-size {p.chunks}" if p.chunks > 1 else ""
         stages = f"--pipe-parallel-size {p.pipe_parallel_size}{chunks}"
         yield f"{stages} is more than {flags}: some stages would have no layer"
 

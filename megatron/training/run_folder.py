@@ -162,7 +162,10 @@ def write_first_files(config: Config, run_dir: Path, iteration: int) -> list[str
             os.rename(metrics, old_metrics)
             notes.append(f"this run begins at iteration 0: the metrics of the previous run were moved to {old_metrics}")
     except OSError as error:
-        raise ValueError(f"cannot write to the run directory {run_dir}: {describe_error(error)}") from None
+        # The tokenizer is read from its own folder, and copied to that of --save, too.
+        raise ValueError(
+            f"cannot write to the run directory {run_dir} or to --save, or read the tokenizer: {describe_error(error)}"
+        ) from None
     return notes
 
 

@@ -115,8 +115,8 @@ def prepare_settings(task: Task, config: Config, default_run_dir: str) -> tuple[
     vocab_size = config.model.vocab_size or tokenizer.vocab_size
     if vocab_size < tokenizer.vocab_size:  # a larger one only has ids that never occur
         raise ValueError(
-            f"--vocab-size {vocab_size} is less than the {tokenizer.vocab_size} tokens of {config.data.vocab_file}; "
-            f"raise it or leave it out"
+            f"--vocab-size {vocab_size} is less than the {tokenizer.vocab_size} tokens of {config.data.vocab_file} "
+            "and the sentinels that a T5 adds (--num-sentinels); raise it or leave it out"
         )
     run_dir = config.log.run_dir or config.checkpoint.save or default_run_dir
     return with_values(config, {"vocab_size": vocab_size, "run_dir": run_dir}), tokenizer, Path(run_dir)

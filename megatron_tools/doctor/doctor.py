@@ -203,7 +203,11 @@ class Examination:
         size = config.model.vocab_size or self.tokenizer.vocab_size
         text = f"{config.data.vocab_file}: {self.tokenizer.vocab_size} tokens"
         if size < self.tokenizer.vocab_size:
-            yield failed("tokenizer", f"{text}, more than --vocab-size {size}", "raise --vocab-size or leave it out")
+            yield failed(
+                "tokenizer",
+                f"{text} (with the sentinels of a T5), more than --vocab-size {size}",
+                "raise --vocab-size or leave it out",
+            )
         else:
             yield ok("tokenizer", text)
 

@@ -77,7 +77,7 @@ def test_the_tool_shows_text_and_refuses_what_the_run_lacks(
     assert " ".join(text.split()) in done.stdout.splitlines()[1]
     for argv, said in {
         ("when", "--document", "40"): "document 40",
-        ("when", "--document", "1", "--path", "b"): "corpus b",
+        ("when", "--document", "1", "--path", "b"): "--path 'b'",
         ("which", "--iteration", "2"): "iterations 1 to 1",
         ("which", "--iteration", "0"): "iterations 1 to 1",
     }.items():

@@ -65,7 +65,7 @@ def test_a_later_file_wins_over_an_earlier_one(tmp_path: Path) -> None:
         ),
         (
             ["--context-parallel-size", "2", "--family", "t5"],
-            "--context-parallel-size: used by gpt2 and llama only, but this model is a t5; leave it out",
+            r"--context-parallel-size \(used by gpt2 and llama only\): this model is a t5; leave it out",
         ),
         (["--family", "gpt2", "--pipe-parallel-size", "13"], "--pipe-parallel-size 13 is more than --num-layers 12"),
         (["--max-position-embeddings", "8"], "--seq-length 1024 exceeds --max-position-embeddings 8"),
@@ -297,6 +297,14 @@ def test_a_key_that_stands_twice_in_a_file(tmp_path: Path) -> None:
         parse(["--config", str(tmp_path / "a.json")])
 
 
+def test_a_single_stage_interleaves_nothing() -> None:
+    """The number of layers does not matter, as a single stage has one chunk of them."""
+    flags = "--pipeline-schedule interleaved --virtual-pipeline-size 4 --num-layers 2 --pipe-parallel-size"
+    parse([*flags.split(), "0"], {"family": "gpt2"})
+    with pytest.raises(ConfigError, match="--virtual-pipeline-size 4 is more than --num-layers 2"):
+        parse([*flags.split(), "2"], {"family": "gpt2"})
+
+
 def test_the_family_is_said_and_reads_only_what_it_knows() -> None:
     t5 = ["--enc-seq-length", "32", "--position-embedding", "relative"]
     assert parse(t5, {"family": "t5"}).is_t5
@@ -305,8 +313,12 @@ def test_the_family_is_said_and_reads_only_what_it_knows() -> None:
         parse(["--enc-seq-length", "32", "--noise-density", "0.2", "--hidden-size", "36"], {"family": "gpt2"})
     assert (
         str(refused.value)
-        == "--enc-seq-length, --noise-density: used by t5 only, but this model is a gpt2; leave them out"
+        == "--enc-seq-length (used by t5 only), --noise-density (used by t5 only): this model is a gpt2; leave them out"
     )
+    with pytest.raises(
+        ConfigError, match=r"--rope-theta \(used by llama only\), --num-decoder-layers \(used by t5 only"
+    ):
+        parse(["--rope-theta", "5", "--num-decoder-layers", "2"], {"family": "gpt2"})
     with pytest.raises(ConfigError, match="--position-embedding"):
         parse(["--position-embedding", "relative"], {"family": "gpt2"})
     with pytest.raises(ConfigError, match="--family"):

@@ -59,6 +59,13 @@ def test_a_folder_of_outputs_of_the_tools_is_no_folder_of_unsupported_types(tmp_
         find_files([str(tmp_path / "*.txt")])
 
 
+def test_a_plain_file_on_a_faulty_disk_is_not_called_compressed(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.symlink_to("/proc/self/mem")  # reading its beginning is an I/O error
+    with pytest.raises(InputError, match=f"{path}.* cannot read "):
+        texts_of(path)
+
+
 def test_a_link_to_a_file_that_is_read_is_skipped_with_a_message(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "a.txt").write_text("one\n")

@@ -263,7 +263,7 @@ def test_rotations_are_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch)
             "--model-parallel-size 2 --num-attention-heads 6 --num-key-value-heads 3",
             "one must be a multiple of the other",
         ),
-        ("--enc-seq-length 8", "--enc-seq-length: used by t5 only"),
+        ("--enc-seq-length 8", "--enc-seq-length (used by t5 only)"),
     ],
 )
 def test_settings_that_cannot_be(flags: str, sentence: str) -> None:

@@ -466,6 +466,17 @@ def test_nothing_of_an_earlier_tokenizer_stays_in_object_storage(tmp_path: Path)
     assert [path.name for path in to_path(f"{save}/tokenizer").glob("*")] == ["tokenizer.model"]
 
 
+def test_a_tokenizer_that_cannot_be_read_is_not_only_blamed_on_the_run_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "chat_template.jinja")
+
+    monkeypatch.setattr("megatron.training.run_folder.copy_tokenizer", refuse)
+    with pytest.raises(ValueError, match="tokenizer: Permission denied: chat_template.jinja"):
+        write_first_files(parse(["--vocab-file", "x.model"]), tmp_path, 0)
+
+
 def test_the_checkpoints_of_the_last_save_folder_are_the_newest(tmp_path: Path) -> None:
     """A run that began without --save and went on with it has its newest checkpoint in the folder of --save."""
     run, save = tmp_path / "run", tmp_path / "save"

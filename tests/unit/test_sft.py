@@ -398,7 +398,7 @@ def test_templates_know_what_they_know_in_transformers(
         ({"messages": 5}, "not a list of objects"),
         ({"messages": [CHAT]}, "not a list of objects"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "the role 'tool' is not one of"),
-        ({"messages": [{"role": "user", "content": None}]}, "a user message has no text"),
+        ({"messages": [{"role": "user", "content": None}]}, "message with the role user is empty or no text"),
         ({"messages": [{"role": "user", "content": "a"}]}, "no assistant message"),
         ({"instruction": "a", "input": 3, "output": "b"}, "is not a string"),
         ({"instruction": "a", "output": "\ud800"}, "half of a surrogate pair"),
