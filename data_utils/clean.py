@@ -7,7 +7,7 @@ RULES, and each can be disabled.
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -170,7 +170,7 @@ class Outcome(NamedTuple):
     changed: tuple[str, ...] = ()
 
 
-def clean(text: str, rules: Sequence[str] = DEFAULT_RULES, limits: Limits | None = None) -> Outcome:
+def clean(text: str, rules: Collection[str] = DEFAULT_RULES, limits: Limits | None = None) -> Outcome:
     """Apply the rules named in `rules` to a document, in the order of RULES."""
     limits = limits or Limits()
     changed: list[str] = []

@@ -68,16 +68,15 @@ class _Worker:
     """Settings of a worker process, set once when it starts."""
 
     args: argparse.Namespace
-    rules: tuple[str, ...]
+    rules: set[str]
     limits: Limits
 
 
 def _start_worker(args: argparse.Namespace) -> None:
     """Set the settings in a worker process, from which `clean_chunk` reads them."""
     limits = {field.name: getattr(args, field.name) for field in fields(Limits)}
-    rules = {*DEFAULT_RULES, *args.on} - set(args.off)
     _Worker.args = args
-    _Worker.rules = tuple(rules)
+    _Worker.rules = {*DEFAULT_RULES, *args.on} - set(args.off)
     _Worker.limits = Limits(**limits)
 
 
