@@ -175,12 +175,13 @@ def prepare_rendezvous(args: Any) -> None:
 
     Sets the timeout of the rendezvous to --startup-timeout-minutes, and lets Ctrl-C end it at once.
     """
-    if not _spans_nodes(args) or args.rdzv_backend != "static":
+    setting = {"static": "timeout", "c10d": "join_timeout"}.get(args.rdzv_backend)
+    if not _spans_nodes(args) or setting is None:
         return
     # --rdzv-conf is a list such as `timeout=900,is_host=1`, and empty by default.
     # The comma in front keeps join_timeout=, which is another setting, from counting as timeout=.
-    if ",timeout=" not in f",{args.rdzv_conf}":
-        timeout = f"timeout={_startup_timeout(args.training_script_args)}"
+    if f",{setting}=" not in f",{args.rdzv_conf}":
+        timeout = f"{setting}={_startup_timeout(args.training_script_args)}"
         args.rdzv_conf = ",".join(filter(None, [args.rdzv_conf, timeout]))
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         # Python's own handler of Ctrl-C would only run after torch's socket has timed out.

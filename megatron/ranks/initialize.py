@@ -21,6 +21,8 @@ from .agreement import require_equal_code, require_equal_values, settings_and_ve
 from .errors import describe_rendezvous_error
 
 WATCHDOG_MARGIN = 30.0  # seconds by which the timeout of collectives exceeds the limit of the watchdogs
+# Numbers of processes: of most launchers, OpenMPI, MPICH and srun.
+SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 ADVISED_FLAGS = {  # error messages of `tds` advise these flags instead of the keys of a ds_config
     "overlap": "--no-overlap-grad-reduce",
     "no ZeRO": "--zero-stage 0",
@@ -35,13 +37,15 @@ def world_size() -> int:
 
     Raises ConfigError for several ranks without the variable RANK, as each process would train alone.
     """
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks > 1 and "RANK" not in os.environ:
-        raise ConfigError(
-            f"WORLD_SIZE={ranks} is in the environment, but RANK is not: set RANK and LOCAL_RANK for each process "
-            "(under srun RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID), use a launcher, or unset WORLD_SIZE"
-        )
-    return ranks
+    for name in SIZES:
+        ranks = os.environ.get(name, "1")
+        if ranks != "1" and "RANK" not in os.environ:
+            raise ConfigError(
+                f"{name}={ranks} is in the environment, but RANK is not: set RANK, LOCAL_RANK and WORLD_SIZE for each "
+                "process (under srun RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS), use a "
+                f"launcher, or unset {name}"
+            )
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def initialize_megatron(config: Config) -> torch.device:

@@ -374,6 +374,14 @@ def test_the_launcher_waits_for_other_nodes_as_long_as_the_settings_say(
     assert f"timeout={seconds}" in args.rdzv_conf.split(",")
 
 
+def test_nodes_of_an_elastic_run_wait_as_long_as_the_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = "--nnodes 1:2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:29400 rank.py --startup-timeout-minutes 5"
+    args = parse_args(flags.split())
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    launch.prepare_rendezvous(args)
+    assert args.rdzv_conf == "join_timeout=300"
+
+
 def test_ranks_of_any_launcher_print_no_stacks_of_cpp() -> None:
     """Launchers such as DeepSpeed's do not pass TORCH_CPP_LOG_LEVEL on."""
     body = (

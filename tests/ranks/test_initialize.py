@@ -140,6 +140,13 @@ def test_several_ranks_without_a_rank_number_are_refused(monkeypatch: pytest.Mon
     monkeypatch.delenv("RANK")
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert initialize.world_size() == 1
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):  # mpirun and srun set no RANK
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "1")
+            assert initialize.world_size() == 1
+            patch.setenv(name, "4")
+            with pytest.raises(ConfigError, match=f"{name}=4.* RANK "):
+                initialize.world_size()
 
 
 def test_want_of_memory_has_a_sentence() -> None:
