@@ -12,7 +12,10 @@ import pytest
 
 from megatron.storage import _file_system, to_path
 
+from .support import preload
+
 BUCKET = "s3://bucket"
+preload("s3fs")  # otherwise, each rank and each command imports 150 modules
 Respond = Callable[..., Any]
 
 

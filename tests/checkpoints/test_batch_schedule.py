@@ -11,7 +11,7 @@ import pytest
 from megatron.training import log
 from tds import engine_classes
 from tds.schedule import ScheduleError
-from tests.support import on_ranks
+from tests.support import covering, on_ranks
 
 from .runs import Start, losses_of, make, run_all
 
@@ -33,6 +33,11 @@ SHARDED = {
     "zero-2": "--zero-stage 2",
     "zero-3": "--zero-stage 3",
 }
+WITH_FULL = ("1f1b", "interleaved", "zero-1-deepspeed", "zero-2")  # 1f1b and interleaved are in the resumed runs
+
+
+def _always(name: str) -> bool:
+    return name not in WITH_FULL
 
 
 def rows(run_dir: Path, split: str = "train") -> list[dict[str, Any]]:
@@ -68,12 +73,20 @@ def expected(tmp_path_factory: pytest.TempPathFactory, tiny_data: str, vocab_fil
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory, tiny_data: str, vocab_file: str) -> Path:
-    """Train all layouts on two ranks; some runs stop in the middle and continue in another layout."""
+def found(
+    tmp_path_factory: pytest.TempPathFactory, tiny_data: str, vocab_file: str, request: pytest.FixtureRequest
+) -> Path:
+    """Train in all layouts on two ranks; some runs stop in the middle and continue in another layout."""
+    full = request.config.getoption("--full")
     folder = tmp_path_factory.mktemp("found")
     fp64 = f"{BASE} --precision fp64"
-    starts = [Start("gpt2", folder / name, f"{fp64} {flags}") for name, flags in EXACT.items()]
-    starts += [Start("gpt2", folder / name, f"{BASE} --precision fp32 {flags}") for name, flags in SHARDED.items()]
+    layouts = {name: f"{fp64} {flags}" for name, flags in EXACT.items()}
+    layouts |= {name: f"{BASE} --precision fp32 {flags}" for name, flags in SHARDED.items()}
+    starts = [
+        Start("gpt2", folder / name, f"{flags} --no-save-at-end")
+        for name, flags in layouts.items()
+        if full or _always(name)
+    ]
     starts += [
         Start("gpt2", folder / "resumed", f"{fp64} {PIPE} interleaved --virtual-pipeline-size 2 --exit-interval 4")
     ]
@@ -87,17 +100,17 @@ def found(tmp_path_factory: pytest.TempPathFactory, tiny_data: str, vocab_file: 
     return folder
 
 
-@pytest.mark.parametrize("name", [*EXACT, "resumed", "rewritten"])
+@pytest.mark.parametrize("name", covering([*EXACT, "resumed", "rewritten"], _always))
 def test_losses_are_those_of_one_process(name: str, expected: Path, found: Path) -> None:
     assert losses_of(found / name) == pytest.approx(losses_of(expected), rel=1e-10)
 
 
-@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize("name", covering(list(SHARDED), _always))
 def test_losses_under_zero_are_those_of_one_process(name: str, expected: Path, found: Path) -> None:
     assert losses_of(found / name) == pytest.approx(losses_of(expected), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", [*EXACT, *SHARDED])
+@pytest.mark.parametrize("name", covering([*EXACT, *SHARDED], _always))
 def test_evaluation_uses_the_largest_size(name: str, expected: Path, found: Path) -> None:
     """After iteration 5, --gas 4 makes the same batch; after iteration 6, training had smaller batches again."""
     here, there = ({row["iteration"]: row["lm_loss"] for row in rows(run, "valid")} for run in (found / name, expected))
@@ -107,7 +120,7 @@ def test_evaluation_uses_the_largest_size(name: str, expected: Path, found: Path
     assert here[6] != pytest.approx(there[6], rel=1e-5), "the last start of `expected` evaluates on fewer samples"
 
 
-@pytest.mark.parametrize("name", ["replicas", "1f1b", "resumed", "rewritten"])
+@pytest.mark.parametrize("name", covering(["replicas", "1f1b", "resumed", "rewritten"], _always))
 def test_rows_count_samples(name: str, found: Path) -> None:
     train = rows(found / name)
     assert [row["consumed_samples"] for row in train] == [4, 8, 12, 20, 28, 32]

@@ -16,7 +16,7 @@ from tests.support import covering, on_ranks
 
 from .runs import Start, losses_of, make, run_all, whole_tensors
 
-SAVED, LAST, GLOBAL_BATCH = 2, 5, 8
+SAVED, LAST, GLOBAL_BATCH = 2, 5, 4
 
 
 class Grid(NamedTuple):

@@ -20,7 +20,7 @@ from megatron.ranks.signals import StopSignal
 from megatron.training.loop import train
 from megatron.training.saves import Saves
 from tests.checkpoints.runs import Start, make
-from tests.support import on_ranks
+from tests.support import FULL, on_ranks
 
 
 def _loses_its_place(run_dir: Path, how: str, flags: str, data: str, vocab_file: str) -> str:
@@ -58,7 +58,7 @@ def _loses_its_place(run_dir: Path, how: str, flags: str, data: str, vocab_file:
         ("removed", 1, ""),
         ("renamed", 2, "--async-save"),
         ("replaced", 1, "--async-save"),
-        ("replaced", 2, ""),
+        pytest.param("replaced", 2, "", marks=FULL),
         ("finished run", 1, "--keep-last 1"),
         ("finished run", 2, "--async-save"),
     ],

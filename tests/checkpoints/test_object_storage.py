@@ -24,7 +24,7 @@ from megatron.storage import RemotePath, StorageError, to_path
 from megatron.tasks import TASKS
 from megatron.training import inputs, train
 from tests.object_server import BUCKET, FaultyServer, s3_server
-from tests.support import covering, ends_of_ranks, on_ranks
+from tests.support import FULL, covering, ends_of_ranks, on_ranks
 
 from .runs import Start, losses_of, make, run_all, whole_tensors
 
@@ -183,7 +183,7 @@ def _in_memory(folder: str, data: str, vocab_file: str, protocol: str) -> str:
     return words.getvalue()
 
 
-@pytest.mark.parametrize("protocol", PLACES)
+@pytest.mark.parametrize("protocol", covering(list(PLACES), lambda protocol: protocol != "gs"))
 def test_one_process_can_use_memory_and_load_from_a_url(
     protocol: str, tiny_data: str, vocab_file: str, tmp_path: Path
 ) -> None:
@@ -319,12 +319,16 @@ def _outage(env: dict[str, str], start: Start, data: str, vocab_file: str) -> st
     ("flags", "message"),
     [
         (f"--data-path {BUCKET}/none", f"there is no {BUCKET}/none.idx and no {BUCKET}/none.bin"),
-        ("--data-path s3://no-bucket/x", "there is no s3://no-bucket/x.idx"),
+        pytest.param("--data-path s3://no-bucket/x", "there is no s3://no-bucket/x.idx", marks=FULL),
         ("--save s3://no-bucket/run", "--save s3://no-bucket/run: there is no s3://no-bucket/run/write-test"),
         (f"--load {BUCKET}/none", f"--load {BUCKET}/none holds no checkpoint"),
         ("--data-path gs://bucket/x", "--data-path gs://bucket/x: could not look for gs://bucket/x.idx: gs:// needs"),
         (f"--save {BUCKET}/run --key", "--save s3://bucket/run: could not write s3://bucket/run/write-test"),
-        (f"--data-path {BUCKET}/x --key", f"--data-path {BUCKET}/x: could not look for {BUCKET}/x.idx: access was"),
+        pytest.param(
+            f"--data-path {BUCKET}/x --key",
+            f"--data-path {BUCKET}/x: could not look for {BUCKET}/x.idx: access was",
+            marks=FULL,
+        ),
         (f"--data-path {BUCKET}/x --url", f"--data-path {BUCKET}/x: could not look for {BUCKET}/x.idx: Could not conn"),
     ],
 )

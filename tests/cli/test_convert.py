@@ -448,7 +448,7 @@ def test_another_tokenizer_is_refused(tmp_path: Path, hf_file: str, vocab_file: 
     assert f"{vocab_file} is not the tokenizer of {tmp_path / 'hf'}" in done.stderr
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", pytest.param("fp16", marks=FULL)])
 def test_verifying_fails_where_a_model_is_another(
     tmp_path: Path, tiny_data: str, hf_file: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -150,8 +150,13 @@ def logits_of(load: Path) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("flags", ["4", "1", "3 --experts-per-token 3", "5 --moe-layer-frequency 0 1"])
-@pytest.mark.parametrize("family", DENSE)
+FLAGS = ["4", "1", "3 --experts-per-token 3", "5 --moe-layer-frequency 0 1"]
+UPCYCLED = [(family, flags) for family in DENSE for flags in FLAGS]
+# Each family with the usual flags and with one of the others.
+IN_CI = [*((family, FLAGS[0]) for family in DENSE), *zip(DENSE, FLAGS[1:], strict=True)]
+
+
+@pytest.mark.parametrize(("family", "flags"), covering(UPCYCLED, IN_CI.__contains__, several=True))
 def test_an_upcycled_model_is_the_dense_one(family: str, flags: str, dense: Any, tmp_path: Path) -> None:
     """The logits are those of the dense model to 1e-6, every expert is its MLP, and there is no optimizer state."""
     load = dense(family)

@@ -296,7 +296,7 @@ def test_a_node_that_does_not_come_is_waited_for_as_long_as_is_said(tmp_path: Pa
     assert "did not reach the other nodes" in last and "--master-addr and --master-port" in last
     strange = [word.replace("127.0.0.1", "no-such-host.invalid") for word in argv]
     strange[strange.index("--node-rank") + 1] = "1"
-    done = subprocess.run(strange, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = support.command("python", *strange[1:], timeout=100)
     assert SENTENCES["no_such_host_invalid"] in done.stderr and "--master-addr (MASTER_ADDR=)" in done.stderr
     argv[-1] = "10"
     waiting = subprocess.Popen(argv, cwd=ROOT, stderr=subprocess.PIPE, text=True)
@@ -396,7 +396,7 @@ def test_ranks_of_any_launcher_print_no_stacks_of_cpp() -> None:
         assert (done.stderr == "") == quiet, done.stderr
 
 
-def test_a_signal_to_a_rank_that_has_ended_is_no_error() -> None:
+def test_a_signal_to_a_rank_that_has_ended_is_no_error(tmp_path: Path) -> None:
     """torchrun's agent would print a traceback if a rank ended just before the agent signals it."""
     code = (
         "import signal, subprocess, types; from megatron import _torch; _torch.ignore_ended_ranks()\n"
@@ -404,5 +404,6 @@ def test_a_signal_to_a_rank_that_has_ended_is_no_error() -> None:
         "ended = subprocess.Popen(['true'], start_new_session=True); ended.wait()\n"
         "SubprocessHandler.close(types.SimpleNamespace(proc=ended, _stdout=None, _stderr=None), signal.SIGTERM)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    (tmp_path / "ended.py").write_text(code)
+    done = support.command("python", str(tmp_path / "ended.py"), timeout=100)
     assert (done.returncode, done.stderr) == (0, "")

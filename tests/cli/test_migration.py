@@ -53,9 +53,9 @@ def test_what_is_refused_comes_in_one_message(tmp_path: Path, flags: list[str]) 
 
 
 def test_exit_interval_saves_and_ends_and_the_same_command_goes_on(tmp_path: Path, flags: list[str]) -> None:
-    flags = [*flags, "--pipe-parallel-size", "2", "--train-iters", "5"]
+    flags = [*flags, "--pipe-parallel-size", "2", "--train-iters", "3"]
     whole = losses(train_gpt2(2, tmp_path / "whole", *flags))
-    for done in (2, 4, 5):
+    for done in (2, 3):
         assert losses(train_gpt2(2, tmp_path / "cut", *flags, "--exit-interval", "2")) == whole[:done]
 
 

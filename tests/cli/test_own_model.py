@@ -103,7 +103,7 @@ def test_the_first_loss_is_that_of_plain_torch(
     assert expected[1][-1] < expected[1][0] - 0.2
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", covering(LAYOUTS, lambda layout: layout[:3] != (2, 0, 2)), ids=str)
 def test_every_layout_has_the_same_losses(
     layout: tuple[int, int, int, int, str],
     expected: tuple[Path, list[float]],

@@ -27,7 +27,7 @@ def _errors(numbers: list[int]) -> list[tuple[float, float]]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("numbers", [range(25), pytest.param(range(25, 300), marks=FULL)], ids=["25", "275 more"])
+@pytest.mark.parametrize("numbers", [range(15), pytest.param(range(15, 300), marks=FULL)], ids=["15", "285 more"])
 def test_drawn_layers_like_one_process(numbers: range) -> None:
     by_world: dict[int, list[int]] = defaultdict(list)
     for number in numbers:

@@ -10,7 +10,7 @@ import numpy as np
 from tests.materials import random_corpus, small_tokenizer
 
 from .guard_and_average import DECAY, GUARD, STEPS, Average, Guard, averages, skipped
-from .layouts import LAYOUTS, Layout, ours, plain
+from .layouts import LAYOUTS, LEARNS, Layout, ours, plain
 from .test_mup import FLAGS, MUP, SCALES, factors
 from .test_param_groups import MIXED, mixed
 
@@ -40,10 +40,10 @@ def features(where: Path, data: str, vocab_file: str) -> None:
     groups.write_text(json.dumps(MIXED))
     guard, average = Guard(), Average()
     expected = {
-        "--param-groups": plain(data, vocab_file, "adam", settings=mixed),
-        "muP": plain(data, vocab_file, "adam", settings=factors, scales=SCALES, **MUP),
+        "--param-groups": plain(data, vocab_file, "adam", settings=mixed, steps=LEARNS),
+        "muP": plain(data, vocab_file, "adam", settings=factors, scales=SCALES, steps=LEARNS, **MUP),
         "--skip-step-sigma": plain(data, vocab_file, "adam", rejects=guard, steps=STEPS),
-        "--ema-decay": plain(data, vocab_file, "adam", watch=average),
+        "--ema-decay": plain(data, vocab_file, "adam", watch=average, steps=LEARNS),
     }
     flags = {"--param-groups": ["--param-groups", str(groups)], "muP": FLAGS}
     flags |= {"--skip-step-sigma": [*GUARD], "--ema-decay": ["--ema-decay", str(DECAY)]}

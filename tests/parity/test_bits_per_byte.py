@@ -20,7 +20,7 @@ from megatron.seeds import CPU
 from megatron.tasks.gpt2 import GPT2
 from megatron.tokenizer import load_tokenizer
 from tests.materials import SAMPLE
-from tests.support import train_gpt2, train_t5
+from tests.support import covering, train_gpt2, train_t5
 
 MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --batch-size 2 --gas 2 --train-iters 4 --eval-iters 2"
 STEPS = "--eval-interval 2 --log-interval 2 --lr 1e-3 --hidden-dropout 0 --attention-dropout 0 --precision fp32"
@@ -47,7 +47,10 @@ def sizes_of(rows: list[dict[str, Any]], split: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [(1, ""), (2, "--pipe-parallel-size 2"), (2, "--model-parallel-size 2")])
+LAYOUTS = [(1, ""), (2, "--pipe-parallel-size 2"), (2, "--model-parallel-size 2")]
+
+
+@pytest.mark.parametrize(("ranks", "layout"), covering(LAYOUTS, LAYOUTS[1:2].__contains__, several=True))
 def test_bytes_are_those_of_the_text(ranks: int, layout: str, tmp_path: Path, vocab_file: str) -> None:
     """The corpora are the Chinese and the English documents of the bundled corpus; Chinese characters have 3 bytes."""
     everything = list(read_texts([str(SAMPLE)]))

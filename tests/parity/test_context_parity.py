@@ -40,7 +40,7 @@ GRID = [
 
 
 @pytest.mark.parametrize(
-    ("layout", "more"), covering(GRID, (GRID[0], GRID[9]).__contains__, several=True), ids=lambda part: str(part)
+    ("layout", "more"), covering(GRID, (GRID[9],).__contains__, several=True), ids=lambda part: str(part)
 )
 def test_in_fp64_nothing_but_the_order_of_sums_differs(
     layout: Layout, more: str, tmp_path: Path, tiny_data: str, vocab_file: str

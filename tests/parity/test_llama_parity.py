@@ -19,7 +19,7 @@ GRIDS = [
     *(g for g in itertools.product((1, 2, 4), (1, 2), (1, 2, 4)) if np.prod(g) <= 8),
 ]
 # Grids that run by default. Some have more tensor-parallel ranks than key-value heads.
-COVERING = [(0, 1, 1), (0, 1, 4), (2, 1, 2)]
+COVERING = [(0, 1, 4), (2, 1, 2)]
 
 
 def _schedules(grid: tuple[int, int, int]) -> list[str]:
@@ -55,8 +55,8 @@ def test_losses_equal_one_process(
     ways = [Way(kind, schedules[i % len(schedules)], "fp64") for i, kind in enumerate(KINDS)]
     if full:
         ways += [Way(kind, each) for kind in KINDS for each in schedules]
-    elif grid == (0, 1, 4):  # a key-value head is shared by two ranks in llama, by 4 in qwen3
-        ways = [way for way in ways if way.kind in ("llama", "qwen3")]
+    elif grid == (0, 1, 4):  # a key-value head is shared by two of the four ranks in llama
+        ways = [way for way in ways if way.kind == "llama"]
     bad = []
     for way, found in zip(ways, losses(grid, ways, tiny_data, vocab_file), strict=True):
         wanted = reference(way.kind, way.precision, tiny_data, vocab_file)

@@ -15,7 +15,7 @@ from megatron.tokenizer import load_tokenizer
 from tests.parity import reference
 from tests.support import covering
 
-from .layouts import GLOBAL_BATCH, HEADS, LAYERS, LR, PER_DOCUMENT, SEED, SEQ, STEPS, Layout, initial_weights, ours
+from .layouts import GLOBAL_BATCH, HEADS, LAYERS, LEARNS, LR, PER_DOCUMENT, SEED, SEQ, Layout, initial_weights, ours
 
 
 def _loss(text: Tensor, prefixes: Tensor, eod: int, by_document: bool, w: reference.Weights) -> Tensor:
@@ -41,7 +41,7 @@ def _expected(data: str, vocab_file: str, by_document: bool) -> list[float]:
     (train, _, _), _ = build_train_valid_test_datasets(data, "1", SEQ, SEED, prefixes=prefixes)
     assert train is not None
     steps = []
-    for step in range(STEPS):
+    for step in range(LEARNS):
         samples = [train[n] for n in range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH)]
         text, inside = (torch.stack([sample[key] for sample in samples]) for key in ("text", "prefixes"))
         steps.append(partial(_loss, text, inside, tokenizer.eod, by_document))
@@ -61,7 +61,7 @@ CASES = [
 @pytest.mark.parametrize(("layout", "more"), covering(CASES, CASES[1:2].__contains__, several=True))
 def test_losses_equal_one_process(layout: Layout, more: str, tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     flags = ("--objective", "prefix-lm", *more.split())
-    found = ours(layout, tmp_path, tiny_data, vocab_file, *flags, precision="fp64")
+    found = ours(layout, tmp_path, tiny_data, vocab_file, *flags, precision="fp64", steps=LEARNS)
     expected = _expected(tiny_data, vocab_file, "--reset-attention-mask" in more)
     np.testing.assert_allclose(found, expected, rtol=1e-10)
     assert expected[0] - expected[-1] > 0.3

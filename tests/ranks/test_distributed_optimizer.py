@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import tds
 from tds import optimizer_state
-from tests.support import on_ranks
+from tests.support import covering, on_ranks
 
 from .nccl import nccl
 from .test_reducer import Model, expected_sums
@@ -233,9 +233,10 @@ def _as_deepspeed(schedule: str, stages: int, more: dict[str, Any]) -> None:
         assert all(torch.equal(each, weight) for each in told)
 
 
-@pytest.mark.parametrize(
-    "schedule, ranks, stages", [("1f1b", 4, 2), ("interleaved", 4, 2), ("zb-h1", 4, 2), ("1f1b", 6, 2)]
-)
+PIPELINES = [("1f1b", 4, 2), ("interleaved", 4, 2), ("zb-h1", 4, 2), ("1f1b", 6, 2)]
+
+
+@pytest.mark.parametrize("schedule, ranks, stages", covering(PIPELINES, PIPELINES[1:].__contains__, several=True))
 def test_under_a_pipeline_it_trains_as_deepspeed_does(schedule: str, ranks: int, stages: int) -> None:
     """Losses and gradient norms equal DeepSpeed's ZeRO 1 in a pipeline whose first and last stages share a weight."""
     on_ranks(ranks, _as_deepspeed, schedule, stages, {})

@@ -101,10 +101,11 @@ def trials() -> list[tuple[str, int, str, int]]:
     return found
 
 
-ALWAYS = trials()[:8]
+TRIED = list(dict.fromkeys(trials()))  # each trial once
+ALWAYS = [*TRIED[:5], *TRIED[6:8]]  # one kill is enough: the other ranks wait for the longest until they notice it
 
 
-@pytest.mark.parametrize("trial", covering(trials(), ALWAYS.__contains__), ids=lambda t: "-".join(map(str, t)))
+@pytest.mark.parametrize("trial", covering(TRIED, ALWAYS.__contains__), ids=lambda t: "-".join(map(str, t)))
 def test_all_ranks_end_with_a_report(trial: tuple[str, int, str, int]) -> None:
     check(ends_of_ranks(STAGES, _train, *trial, timeout=40), *trial)
 

@@ -15,7 +15,7 @@ from megatron.model import GPT2Model, T5Model
 from megatron.mpu import linear
 from megatron.mpu.sequence import Pending
 from megatron.ranks.initialize import initialize_megatron
-from tests.support import on_ranks
+from tests.support import covering, on_ranks
 
 FLAGS = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --family t5 --enc-seq-length 12 --dec-seq-length 6 "
@@ -112,8 +112,13 @@ def _learned(model: Any, *inputs: Tensor, labels: Tensor) -> tuple[dict[str, Ten
     return {"losses": losses.detach(), **found}, _graph(losses), said
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", [*FUSED, "all"])
+SWITCHED = [(ranks, name) for name in [*FUSED, "all"] for ranks in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    covering(SWITCHED, lambda case: case[0] == 1 or case[1] in ("all", "cross-entropy", "swiglu"), several=True),
+)
 def test_unfused(ranks: int, name: str) -> None:
     flags = f"--model-parallel-size {ranks}"
     names = [each for each in FUSED if each not in IN_LLAMA] if name == "all" else [name]

@@ -97,7 +97,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("phase", ["slow", "reading"])
+@pytest.mark.parametrize("phase", ["slow", pytest.param("reading", marks=FULL)])
 def test_a_loaders_worker_ends_with_its_rank(mark: str, tmp_path: Path, phase: str) -> None:
     (tmp_path / "reader.py").write_text(READER)
     env = {**os.environ, "PYTHONPATH": str(ROOT), MARK: mark}

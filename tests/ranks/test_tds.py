@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.sentences import SENTENCES
-from tests.support import FULL, ROOT, RankFailure, command, ends_of_ranks, on_ranks
+from tests.support import FULL, ROOT, RankFailure, ends_of_ranks, on_ranks
 
 WIDTH, MICROS = 6, 4
 
@@ -989,4 +989,6 @@ def test_the_folder_works_when_copied_alone(tmp_path: Path) -> None:
 
 
 def test_the_launcher_is_deepspeeds() -> None:
-    assert "deepspeed" in command("python", "-c", "import tds; print(tds.launcher.__name__)").stdout
+    import tds
+
+    assert "deepspeed" in tds.launcher.__name__

@@ -84,7 +84,7 @@ WEIGHTS = st.sampled_from(["0.7", "0.3", "1", "2.5", "1e-3", "0.123456789", "1e-
 
 
 @given(st.lists(WEIGHTS, min_size=1, max_size=6), st.integers(0, 3000))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 def test_consumed_samples_are_those_that_were_located(weights: list[str], samples: int) -> None:
     blend = BlendedDataset([Numbers(str(i)) for i in range(len(weights))], weights)
     owners = [blend.locate(n)[0] for n in range(samples)]

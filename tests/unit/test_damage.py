@@ -105,7 +105,7 @@ def test_damaged_text(tmp_path: Path, ending: str) -> None:
     content = pack(content) if pack else content
     path = tmp_path / f"x{ending}"
     dice = random.Random(11)
-    for trial in range(701):
+    for trial in range(301):
         path.write_bytes(corrupt(content, dice) if trial else content)
         try:
             found = [d for c in chunks(find_files([str(path)])[0], 256) for d in documents(c)]

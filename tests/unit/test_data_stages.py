@@ -66,7 +66,7 @@ def test_each_corpus_is_read_one_by_one(plan: Plan, samples: int) -> None:
 
 
 @given(plans())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 def test_in_each_stage_corpora_have_their_shares(plan: Plan) -> None:
     staged = dataset(plan)
     ends = [begin for begin, _ in plan[1:]] + [plan[-1][0] + 300]

@@ -34,7 +34,7 @@ def plan_of(name: str, stages: int, micros: int) -> Plan:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", covering(range(2, 65), lambda n: n <= 6 or n == 9))
+@pytest.mark.parametrize("stages", covering(range(2, 65), lambda n: n <= 7))
 def test_every_schedule_ends_whatever_stands_in_queues(stages: int) -> None:
     for name in SCHEDULES:
         for micros in {1, stages + 1} if stages > 20 else {1, stages - 1, stages, stages + 1, 2 * stages + 1}:
@@ -44,7 +44,7 @@ def test_every_schedule_ends_whatever_stands_in_queues(stages: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", covering(range(2, 65), lambda n: n <= 6 or n == 9))
+@pytest.mark.parametrize("stages", covering(range(2, 65), lambda n: n <= 7))
 def test_every_schedule_ends_wherever_stages_synchronize_their_devices(stages: int) -> None:
     """No schedule deadlocks, even if all stages synchronize at every allocation and before every pass.
 

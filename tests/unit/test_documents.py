@@ -78,7 +78,7 @@ def plans(draw: st.DrawFn) -> list[tuple[int, dict[int, str]]]:
 @pytest.mark.parametrize("kind", ["gpt2", "sft", "t5"])
 @given(st.lists(lengths, min_size=3, max_size=3), plans(), st.integers(0, 99), st.data())
 @settings(
-    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 def test_a_document_is_where_a_scan_finds_it(
     tmp_path: Path,

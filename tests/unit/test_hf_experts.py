@@ -180,7 +180,7 @@ def test_generation_with_caches_is_theirs(family: str, tmp_path: Path) -> None:
     window = {"qwen2_moe": {"qkv_bias": True}, "qwen3_moe": {"use_sliding_window": True, "sliding_window": 5}}
     write(tmp_path, family, {"max_position_embeddings": 64, **window.get(family, {})}, nothing, "float32")
     theirs, (folder, ours) = load_theirs(tmp_path, family).eval(), load_ours(tmp_path)
-    for seed in range(3):
+    for seed in range(2):
         prompt = torch.randint(60, (1, 5 + seed), generator=torch.Generator().manual_seed(seed))
         stepper = GPT2Stepper(ours.eval(), prompt[0].tolist(), folder.config.positions)
         (found,) = sample(stepper, 1, 30, -1, Sampling(temperature=0), 0)

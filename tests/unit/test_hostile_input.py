@@ -1,7 +1,6 @@
 """For damaged or malicious files and environment variables, one sentence names the cause; no program hangs."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -30,7 +29,7 @@ from megatron_tools.plan.cluster import load_cluster
 from megatron_tools.report import report
 from tds.parent_death import ImpossibleRanks, refuse_impossible_ranks
 from tests.sentences import SENTENCES
-from tests.support import ROOT
+from tests.support import ROOT, command
 
 # ---------------------------------------------------------------- metrics.jsonl
 
@@ -209,9 +208,9 @@ def test_impossible_ranks_are_refused_at_once(monkeypatch: pytest.MonkeyPatch, e
 
 
 def test_a_run_refuses_a_rank_beyond_the_world(tiny_data: str, vocab_file: str) -> None:
-    env = {**os.environ, "RANK": "3", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    argv = [sys.executable, "pretrain_gpt2.py", "--data-path", tiny_data, "--vocab-file", vocab_file]
-    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    env = {"RANK": "3", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    argv = ["pretrain_gpt2.py", "--data-path", tiny_data, "--vocab-file", vocab_file]
+    done = command("python", *argv, env=env, timeout=60)
     assert done.returncode == 2 and "RANK=3" in done.stderr and len(done.stderr.strip().splitlines()) == 1
 
 

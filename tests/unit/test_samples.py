@@ -436,7 +436,7 @@ def test_samples_leave_the_random_numbers_of_the_model_alone() -> None:
 @given(
     st.lists(st.integers(0, 40), min_size=1, max_size=30), st.integers(1, 24), st.integers(0, 2), st.integers(0, 200)
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_the_order_equals_a_slow_obvious_one(sizes: list[int], length: int, overlap: int, n: int) -> None:
     """The sample order equals a simple implementation, which concatenates shuffled documents and cuts windows."""
     if sum(sizes) < length + overlap:

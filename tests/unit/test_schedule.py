@@ -86,7 +86,7 @@ def test_the_flag_offers_every_schedule() -> None:
 def test_every_micro_batch_goes_once_each_way_in_order_and_nobody_waits_for_ever(
     settings: dict[str, object], chunks: int, stages: int
 ) -> None:
-    for micros in range(1, 17):
+    for micros in sorted({1, 2, 3, stages, stages + 1, 2 * stages, 2 * stages + 1}):
         plan = plan_of(settings, stages, micros, chunks)
         check_plan(plan, micros)
         run_like_nccl(plan)

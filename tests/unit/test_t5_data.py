@@ -16,6 +16,7 @@ from megatron.model.work import sample_lengths
 from megatron.tasks import TASKS
 from megatron.tokenizer import load_tokenizer
 from tests.sentences import SENTENCES
+from tests.support import covering
 
 EOD, TEXT, COUNT = 3, 1000, 120
 T5 = Specials(EOD, TEXT, tuple(range(TEXT + COUNT, TEXT, -1)))
@@ -226,9 +227,12 @@ def lines(folder: Path, mean: int) -> str:
     return str(folder / f"lines{mean}")
 
 
+SHORT = [(mean, decoder) for mean in (3, 8, 14, 40) for decoder in (None, 60)]
+IN_CI = [(3, 60), (8, None), (14, 60), (40, None)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("decoder", [None, 60])
-@pytest.mark.parametrize("mean", [3, 8, 14, 40])
+@pytest.mark.parametrize(("mean", "decoder"), covering(SHORT, IN_CI.__contains__, several=True))
 def test_nothing_of_short_documents_is_left_out(tmp_path: Path, mean: int, decoder: int | None) -> None:
     """An epoch of short documents contains 99.8% of the corpus's tokens.
 
