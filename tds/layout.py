@@ -56,13 +56,13 @@ def _set_data_and_grad(p: nn.Parameter, data: Tensor, gradient: Tensor) -> None:
 
 
 def close_gaps(module: nn.Module) -> None:
-    """Copy each weight with gaps in its memory, such as some columns of a larger tensor, to memory of its own.
+    """Make each weight contiguous that is transposed, or has gaps, such as some columns of a larger tensor.
 
-    torch's fused optimizers (2.13 and 2.15 on CPUs) ignore strides, so they would step the elements in the gaps, too.
+    torch's fused optimizers (2.13 and 2.15 on CPUs) ignore strides, so they would step the elements in the gaps, too,
+    and pair those of a transposed weight with others of its gradient, which is contiguous after a reduction.
     """
     for p in module.parameters():
-        dense = torch.empty_like(p, device="meta")  # keeps the strides only of a weight without gaps
-        if dense.stride() != p.stride():
+        if not p.is_contiguous():
             p.data = p.data.contiguous()
 
 

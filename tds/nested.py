@@ -15,10 +15,12 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
 def map_tensors(value: Any, function: Callable[[Tensor], Any], on_others: Callable[[Any], Any] | None = None) -> Any:
     """Return `value` with `function` applied to every tensor in it, and `on_others`, if given, to every other object.
 
-    Tuples, lists and dicts are structure; the items of any other object, such as a dataclass, are not looked at.
+    Tuples, lists and dicts are structure; the items of any other object, such as a dataclass, are not looked at. A
+    list becomes a tuple.
     """
     if isinstance(value, (tuple, list)):
-        return tuple(map_tensors(each, function, on_others) for each in value)
+        items = tuple(map_tensors(each, function, on_others) for each in value)
+        return type(value)(*items) if hasattr(value, "_fields") else items  # a NamedTuple stays one
     if isinstance(value, dict):
         return {key: map_tensors(each, function, on_others) for key, each in value.items()}
     if isinstance(value, Tensor):

@@ -14,7 +14,7 @@ from megatron.ranks.objects import gather_objects
 from megatron.ranks.rank_0 import print_rank_0
 from tds.average import AVERAGE
 
-from .contradictions import describe_differences
+from .contradictions import describe_differences, sample_settings
 from .files import BUFFER
 from .reader import CheckpointReader, load_buffers
 from .state import TrainState
@@ -57,7 +57,8 @@ def training_notes(saved: Config, config: Config, state: TrainState, world_size:
 
     saved: settings of the checkpoint. state: position in training.
     """
-    differences = describe_differences(_settings_of_steps(saved), _settings_of_steps(config))
+    saved_settings = _settings_of_steps(saved) | sample_settings(saved)  # these may differ with --override-data
+    differences = describe_differences(saved_settings, _settings_of_steps(config) | sample_settings(config))
     if differences:
         yield f"this run does not train as before: {differences}"
     has_schedule = saved.train.batch_size_schedule or config.train.batch_size_schedule
@@ -66,7 +67,7 @@ def training_notes(saved: Config, config: Config, state: TrainState, world_size:
         # Checkpoints do not have the number of replicas, from which the former size would follow.
         former_size = state.consumed_samples / state.iteration
         if size != former_size:
-            yield f"an iteration has {size} samples from now on; until now it had {former_size:g} on average"
+            yield f"an iteration has {size} samples; until this checkpoint it had {former_size:g} on average"
 
 
 def _settings_of_steps(config: Config) -> dict[str, Any]:

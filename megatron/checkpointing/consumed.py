@@ -11,7 +11,7 @@ from megatron.data.fingerprints import FORMER_FINGERPRINTS, content_fingerprint
 from megatron.data.sample_hash import extend_hash
 from megatron.ranks.rank_0 import print_rank_0
 
-from .data_plan import describe_difference, training_stages
+from .data_plan import describe_difference, split_selects_others, training_stages
 from .files import CheckpointError
 from .state import TrainState
 from .wanted import Wanted
@@ -75,34 +75,3 @@ def _old_hashes(config: Config, dataset: Any, samples: int) -> Iterator[int]:
         yield extend_hash(initial_hash(config, fingerprint), old_dataset, 0, samples)
     # After the loop, `old_dataset` has the ids of the oldest fingerprint, as in the versions that began with 0.
     yield extend_hash(0, old_dataset, 0, samples)
-
-
-def split_selects_others(saved: Config, config: Config) -> bool:
-    """Return whether --split selects other training documents than in the checkpoint.
-
-    The sample hash alone can miss a changed split: of the split, only the number of samples in an epoch enters the
-    hash, and two splits can have the same number. Existing checkpoints contain such hashes, so their definition must
-    not change.
-    """
-    if saved.data.split == config.data.split:
-        return False
-    if not saved.data.names_corpora or not config.data.names_corpora:  # an entry script provides the data sets
-        return False
-    # With paths of their own for training, validation and test (a dict), --split has no effect.
-    if isinstance(saved.data.paths, dict) or isinstance(config.data.paths, dict):
-        return False
-    from megatron.data.corpus_paths import prefixes_of
-    from megatron.data.indexed_dataset import DatasetError, IndexedDataset
-    from megatron.data.splits import parse_split, split_documents
-
-    saved_shares = parse_split(saved.data.split)
-    shares = parse_split(config.data.split)
-    # Entry 0 of the shares, and of the document ranges, belongs to the training data.
-    for prefix in prefixes_of(config.data.paths):
-        try:
-            documents = IndexedDataset(prefix).num_documents
-        except (DatasetError, OSError):  # no indexed dataset, so the number of documents is unknown: compare the shares
-            return saved_shares[0] != shares[0]
-        if split_documents(saved_shares, documents)[0] != split_documents(shares, documents)[0]:
-            return True
-    return False

@@ -22,7 +22,6 @@ SAMPLE_SETTINGS = (
     "seq_length", "enc_seq_length", "dec_seq_length", "objective", "span_convention", "noise_density",
     "mean_span_length", "num_sentinels", "fim_rate", "fim_spm_rate", "fim_tokens",
 )  # fmt: skip
-LARGE_BATCH = 1 << 22  # global batch size (samples per iteration) that no run exceeds
 
 Values = dict[str, Any]  # setting of the model -> its value
 
@@ -47,7 +46,6 @@ def refuse_contradictions(
             f"{config.optim.optimizer}; pass --no-load-optim to continue with new optimizer state, and leave --load "
             "out if this run has saved the checkpoint itself"
         )
-    _refuse_impossible_counts(reader, saved)
     if wanted.same_data and reader.state["consumed_samples"]:
         _refuse_other_samples(reader, saved, config)
 
@@ -98,19 +96,6 @@ def sample_settings(config: Config) -> Values:
     if config.is_t5 and config.data.enc_seq_length is not None:
         values["seq_length"] = None  # it sets no length of such a T5's samples
     return values
-
-
-def _refuse_impossible_counts(reader: CheckpointReader, saved: Config) -> None:
-    """Raise CheckpointError if the checkpoint counts more samples than its iterations can have consumed."""
-    iteration = reader.state["iteration"]
-    samples = reader.state["consumed_samples"]
-    # The checkpoint has only its last batch size; earlier runs may have had larger batches, up to LARGE_BATCH.
-    max_samples = iteration * max(saved.train.batch_size * saved.train.gas, LARGE_BATCH)
-    if samples > max_samples:
-        raise CheckpointError(
-            f"{reader.path / INDEX}: consumed_samples is {samples}, more than {iteration} iterations can have read "
-            f"({max_samples})"
-        )
 
 
 def _architecture(config: Config, positions: int) -> Values:

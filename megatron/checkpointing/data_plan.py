@@ -114,9 +114,44 @@ def keeps_sample_order(saved: Config, config: Config) -> bool:
     """Return whether each corpus gives its samples in the same order with the settings of both runs."""
     if not saved.data.names_corpora or not config.data.names_corpora:
         return False
-    if saved.train.seed != config.train.seed or saved.data.split != config.data.split:
+    if saved.train.seed != config.train.seed or split_selects_others(saved, config):
         return False
     return sample_settings(saved) == sample_settings(config)
+
+
+def split_selects_others(saved: Config, config: Config) -> bool:
+    """Return whether --split selects other training documents than in the checkpoint.
+
+    The sample hash alone can miss a changed split: of the split, only the number of samples in an epoch enters the
+    hash, and two splits can have the same number. Existing checkpoints contain such hashes, so their definition must
+    not change.
+    """
+    if not saved.data.names_corpora or not config.data.names_corpora:  # an entry script provides the data sets
+        return False
+    saved_split = _effective_split(saved)
+    split = _effective_split(config)
+    if saved_split == split:
+        return False
+    from megatron.data.corpus_paths import prefixes_of
+    from megatron.data.indexed_dataset import DatasetError, IndexedDataset
+    from megatron.data.splits import parse_split, split_documents
+
+    saved_shares = parse_split(saved_split)
+    shares = parse_split(split)
+    # Entry 0 of the shares, and of the document ranges, belongs to the training data.
+    for prefix in prefixes_of(config.data.paths):
+        try:
+            documents = IndexedDataset(prefix).num_documents
+        except (DatasetError, OSError):  # no indexed dataset, so the number of documents is unknown: compare the shares
+            return saved_shares[0] != shares[0]
+        if split_documents(saved_shares, documents)[0] != split_documents(shares, documents)[0]:
+            return True
+    return False
+
+
+def _effective_split(config: Config) -> str:
+    """Return --split; it has no effect with paths of their own for training, validation and test (a dict)."""
+    return "1" if isinstance(config.data.paths, dict) else config.data.split
 
 
 def join_stages(saved: Config, config: Config, consumed: Consumed, override: bool) -> tuple[str, str]:

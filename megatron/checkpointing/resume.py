@@ -14,6 +14,7 @@ from megatron.ranks.rank_0 import is_rank_0, num_ranks, print_notes, print_rank_
 from megatron.storage import to_path
 
 from .consumed import hash_samples, initial_hash
+from .files import CheckpointError
 from .leftovers import restore_replaced
 from .lookup import find_checkpoint, is_own_folder, latest_checkpoint, numbered_checkpoints
 from .reader import CheckpointReader, plain_config
@@ -34,7 +35,11 @@ def may_load_nothing(load: str, config: Config, save_dir: str | Path) -> bool:
     It may if `load` is a folder of this run itself, because one command then starts and resumes the run, but not with
     --exit-on-missing-checkpoint.
     """
-    return is_own_folder(load, config, save_dir) and not config.checkpoint.exit_on_missing_checkpoint
+    try:
+        find_checkpoint(load)  # of the run directory, if --save is another one than before
+    except CheckpointError:
+        return is_own_folder(load, config, save_dir) and not config.checkpoint.exit_on_missing_checkpoint
+    return False
 
 
 def ignores_load(own_checkpoint: Path | None, config: Config, save_dir: str | Path) -> bool:
@@ -82,7 +87,9 @@ def find_start(config: Config, save_dir: str) -> Start:
             f"itself; pass another --save, or leave --finetune out to resume"
         )
     elif load and path is None:  # the first start
-        if broadcast_from_rank_0(may_load_nothing(load, config, save_dir)):
+        with raise_on_all_ranks():
+            may_be_new = is_rank_0() and may_load_nothing(load, config, save_dir)
+        if broadcast_from_rank_0(may_be_new):
             print_rank_0(f"note: --load {load} holds no checkpoint yet: the run begins with new weights")
         else:
             with raise_on_all_ranks():

@@ -56,7 +56,7 @@ def _names_to_delete(
 
     to_delete = []
     for name, iteration in iterations.items():
-        is_permanent = keep_every is not None and iteration % keep_every == 0
+        is_permanent = keep_every is not None and iteration % keep_every == 0 and name in own_branch
         if name in protected or is_permanent or is_foreign(folder / name):
             continue
         to_delete.append(name)

@@ -119,8 +119,8 @@ def _has_known_form(sample: Any) -> bool:
     """Return whether `bytes_of_targets` accepts a sample; the text of a custom one may be a string, for example."""
     if not isinstance(sample, Mapping):
         return False
-    ids = sample.get("labels" if "loss_mask" in sample else "text", 0)
-    return np.ndim(ids) == 1
+    ids = np.asarray(sample.get("labels" if "loss_mask" in sample else "text", 0))
+    return ids.ndim == 1 and ids.dtype.kind in "iu"  # of integers
 
 
 def bytes_of_targets(sample: Mapping[str, Any], tokenizer: Tokenizer, eod_mask_loss: bool = False) -> tuple[int, int]:

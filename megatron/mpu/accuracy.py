@@ -22,22 +22,23 @@ def vocab_parallel_right(
     check_same_tokens(logits, target)
     axis = axis or current_mesh().model
     shard_size = logits.shape[-1]
-    local_ids, is_local, real_rows = localize_targets(logits, target, vocab_size or shard_size * axis.size, axis)
-    dtype = wide_dtype(logits)
+    flat_logits = logits.reshape(-1, shard_size)
+    flat_target = target.reshape(-1)
+    vocab_size = vocab_size or shard_size * axis.size
+    local_ids, is_local, real_rows = localize_targets(flat_logits, flat_target, vocab_size, axis)
     # own_best[0]: this rank's largest logit. own_best[1]: the target's logit, minus infinity if another rank holds it.
-    own_best = logits.new_full((2, *target.shape), -torch.inf, dtype=dtype)
+    own_best = logits.new_full((2, len(flat_target)), -torch.inf, dtype=wide_dtype(logits))
     if real_rows:
-        real_logits = logits[..., :real_rows]
+        real_logits = flat_logits[:, :real_rows]
         target_logit = real_logits.gather(-1, local_ids.unsqueeze(-1)).squeeze(-1)
         # The MAX of a backend may lose another rank's NaN, so a NaN counts as the largest logit, and as a wrong target.
         own_max = real_logits.amax(-1)
         own_best[0] = torch.where(own_max.isnan(), torch.inf, own_max)
         own_best[1] = torch.where(is_local & ~target_logit.isnan(), target_logit, -torch.inf)
     # One all-reduce gives both rows. Only one rank has more than minus infinity in row 1, so the MAX is the target's
-    # logit. `logits` is passed to check that the ranks hold shards.
-    max_logit, target_logits = max_over_ranks(own_best, logits.reshape(-1, shard_size), axis)
-    is_correct: Tensor = target_logits == max_logit
-    return is_correct
+    # logit. `flat_logits` is passed to check that the ranks hold shards.
+    max_logit, target_logits = max_over_ranks(own_best, flat_logits, axis)
+    return torch.eq(target_logits, max_logit).view(target.shape)
 
 
 def excess_over_mean(logits: Tensor, target: Tensor, vocab_size: int, axis: Axis) -> Tensor:

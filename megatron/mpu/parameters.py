@@ -231,8 +231,8 @@ def declare(
     dim: the dimension that is sharded over `axis`, counted from the end if negative; None for a copy on every rank.
     full_size: size of the sharded dimension over all ranks, without padding; by default there is no padding.
     axis: by default the model axis of the current context, as in the layers of this package.
-    sequence: the ranks over which the gradients of a copy are summed, because each rank sees only its shard of the
-    sequence or of the heads, as for weights of norms, biases added after a reduce-scatter, and learned positions.
+    sequence: the ranks over which each declaration sums the gradients of a copy, because each rank sees only its
+    shard of the sequence or of the heads, as for weights of norms, biases added after a reduce-scatter, and positions.
     """
     if dim is None:
         axis = TRIVIAL_AXIS  # one part, the whole parameter, of which each rank holds a copy
@@ -250,7 +250,7 @@ def declare(
     spec = ParamSpec(tuple(parameter.shape), init_method, dim, full_size or 0, axis.rank, axis.size)
     parameter.spec = spec  # type: ignore[attr-defined]
     parameter.tensor_model_parallel = spec.split  # type: ignore[attr-defined]  # the name DeepSpeed and Megatron read
-    if sequence is not None and sequence.size > 1:
+    if sequence is not None and sequence.size > 1 and parameter.requires_grad:
         parameter.register_hook(partial(all_reduce, axis=sequence))  # type: ignore[no-untyped-call]
     if not parallel_context().defer_init:  # else the caller fills the parameter later
         spec.fill(parameter)

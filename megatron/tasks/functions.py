@@ -178,7 +178,7 @@ class FunctionsTask(Task):
         if unlogged:
             print_rank_0(
                 f"note: forward_step returns {', '.join(unlogged)} besides the loss; these values are not logged; "
-                f"let the model return them from get_additional_losses()"
+                "a feature can log what the model returns from get_additional_losses(), which is in step.aux"
             )
 
 

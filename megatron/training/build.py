@@ -37,7 +37,7 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "
 def start_engine(task: Task, config: Config, tokenizer: Tokenizer | None = None) -> Engine:
     """Initialize torch.distributed, and return the engine of `task` for a custom training loop.
 
-    tokenizer: required only if the model or the batches of the task use it.
+    tokenizer: passed through `task.extended`; required only if the model or the batches of the task use it.
     """
     check_task(task, "model", "batch")
     device = initialize_megatron(config)

@@ -17,6 +17,7 @@ from .run_state import Run
 def evaluate(run: Run, part: str) -> float | None:
     """Return the mean loss per target over the first --eval-iters global batches of a data set; None without data.
 
+    Call it while `train` runs, as from a feature.
     part: `train`, `valid` or `test`. The function prints and logs the loss, and the loss and accuracy on text tokens if
     the model reports them. For a blend and for named data sets, it also logs the loss of each, as the split
     `valid/<name>`. The mean loss of named data sets is that of all their targets.

@@ -31,8 +31,9 @@ class TrainingLog(Feature):
         min_scale = zero_state.least_loss_scale(engine)
         scaler = zero_state.get_loss_scaler(engine)
         # SGD and frozen weights have no step count, but the scaler knows how long ago it lowered the scale.
-        taken = scaler.get("cur_iter", 0) - scaler.get("last_overflow_iter", -1) - 1
-        has_stepped = max(taken, zero_state.get_step(engine)) > 0
+        scaled = scaler.get("cur_iter", 0)  # steps of the scaler, which is new if the run was not in fp16 before
+        taken = scaled - scaler.get("last_overflow_iter", -1) - 1
+        has_stepped = min(scaled, max(taken, zero_state.get_step(engine))) > 0
         max_skipped = run.config.train.max_skipped_steps
         self.health = Health(run.state, max_skipped, scaler.get("cur_scale"), min_scale, has_stepped)
         self.time_left = TimeLeft()
@@ -197,7 +198,7 @@ class TrainingLog(Feature):
             if values:
                 means = torch.stack(values)
                 row[name] = means[means.isfinite()].mean().item()  # as for lm_loss, the mean of the finite values
-        if len(run.batch_schedule.sizes) > 1:
+        if run.config.train.batch_size_schedule:
             row["global_batch"] = self.batch_samples
         if self.spikes:
             row["spikes"] = self.spikes

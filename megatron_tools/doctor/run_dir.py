@@ -190,8 +190,7 @@ def _check_samples(reader: Any, config: Config, wanted: Any) -> Findings:
 
     The finding may also name the learning-rate schedule that the run continues.
     """
-    from megatron.checkpointing.consumed import split_selects_others
-    from megatron.checkpointing.data_plan import join_stages
+    from megatron.checkpointing.data_plan import join_stages, split_selects_others
     from megatron.checkpointing.reader import plain_config
     from megatron.config.batches import Consumed
     from megatron.optim.resumed_lr import resolve_lr_schedule

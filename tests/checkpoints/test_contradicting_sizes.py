@@ -12,11 +12,9 @@ import torch
 from blake3 import blake3
 
 from data_utils.tokenizer_training import train_byte_bpe
-from megatron.checkpointing import CheckpointError, CheckpointReader, find_checkpoint, plain_config
-from megatron.checkpointing.contradictions import refuse_contradictions
+from megatron.checkpointing import CheckpointError, CheckpointReader, find_checkpoint
 from megatron.checkpointing.stream import LazyTensor
 from megatron.checkpointing.write import write_checkpoint
-from megatron.config import Config
 from megatron.config.command_line import parse
 from megatron.data.corpus_paths import prefixes_of
 from megatron_tools.convert import convert_checkpoint, convert_flags
@@ -162,17 +160,6 @@ def test_more_tokens_than_the_model_has(tmp_path: Path) -> None:
     train_byte_bpe([f"word{i} other{i}" for i in range(99)], str(tmp_path / "tokenizer.json"), 300, "hf")
     with pytest.raises(ValueError, match=SENTENCES["300_tokens_more_than_the_model"]):
         uses(path)["convert_checkpoint"]()
-
-
-def test_more_samples_than_iterations_can_read(tmp_path: Path) -> None:
-    path = checkpoint(tmp_path, "gpt2")
-    edit(path, lambda content: content["state"].update(iteration=3, consumed_samples=10**12))
-    reader = CheckpointReader(path)
-    config: Config = plain_config(reader)
-    with pytest.raises(CheckpointError, match="consumed_samples is 1000000000000"):
-        refuse_contradictions(reader, config, None)
-    edit(path, lambda content: content["state"].update(iteration=3, consumed_samples=12))
-    refuse_contradictions(CheckpointReader(path), config, None)
 
 
 @pytest.mark.parametrize("kept", [[], ["exp_avg"]])

@@ -207,3 +207,8 @@ def test_a_corpus_that_the_counted_samples_lack_is_counted_alone(
     row: dict[str, Any] = {"split": "train/zh", "lm_loss": math.log(2)}
     feature.extend(row)
     assert 1 / row["bits_per_byte"] == pytest.approx(size, rel=0.05)
+
+
+def test_labels_that_are_no_token_ids_are_not_counted() -> None:
+    for labels, is_known in (([0.5, -2.0], False), ([3, 4], True), ("text", False)):
+        assert target_bytes._has_known_form({"labels": labels, "loss_mask": [1, 1]}) == is_known

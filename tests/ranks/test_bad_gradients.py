@@ -372,3 +372,14 @@ def test_an_exit_interval_passes_an_iteration_whose_step_is_always_skipped(
     trained = [row for row in rows if row["split"] == "train"]
     assert [row["iteration"] for row in trained] == list(range(1, 9))
     assert [row["iteration"] for row in trained if row["skipped_steps"]] == [4]
+
+
+def test_a_run_that_becomes_fp16_may_search_its_loss_scale(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    """Adam has made steps in bf16 before, but the loss scale is a new one."""
+    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 32}}
+    (tmp_path / "fp16.json").write_text(json.dumps(fp16))
+    config = f"--deepspeed-config {tmp_path}/fp16.json --precision fp16"
+    cases = {"run+": ("--precision bf16 --train-iters 2 --save-interval 1", NORM, 99)}
+    cases["run"] = (f"{config} --train-iters 9 --max-skipped-steps 2 --save-interval 0", NORM, 99)
+    (ends,) = on_ranks(1, _ends, cases, str(tmp_path), tiny_data, vocab_file)
+    assert not ends

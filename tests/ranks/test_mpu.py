@@ -340,6 +340,22 @@ def _not_a_number(ranks: int) -> list[bool]:
     return mpu.vocab_parallel_right(local_part(whole, axis), target).tolist()
 
 
+def _flat_targets(ranks: int) -> None:
+    axis = start(ranks)
+    whole = draw(2, 3, 16)
+    target = whole.argmax(-1)
+    target[0, 1] += 1
+    logits = local_part(whole, axis)
+    expected = torch.tensor([[True, False, True], [True, True, True]])
+    assert torch.equal(mpu.vocab_parallel_right(logits, target), expected)
+    assert torch.equal(mpu.vocab_parallel_right(logits, target.flatten()), expected.flatten())
+
+
+def test_targets_may_be_flat() -> None:
+    for ranks in (1, 2):
+        on_ranks(ranks, _flat_targets, ranks)
+
+
 def test_a_token_with_a_logit_that_is_no_number_is_wrong() -> None:
     for ranks in (1, 2):
         assert on_ranks(ranks, _not_a_number, ranks) == [[False, False, False, True]] * ranks

@@ -15,8 +15,13 @@ from hypothesis import strategies as st
 
 from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron.checkpointing import data_plan, resume
-from megatron.checkpointing.consumed import split_selects_others
-from megatron.checkpointing.data_plan import describe_difference, join_stages, keeps_sample_order, with_consumed_data
+from megatron.checkpointing.data_plan import (
+    describe_difference,
+    join_stages,
+    keeps_sample_order,
+    split_selects_others,
+    with_consumed_data,
+)
 from megatron.checkpointing.wanted import Wanted
 from megatron.config import Config
 from megatron.config.batches import Consumed
@@ -198,6 +203,27 @@ def test_the_difference_is_not_the_spelling_of_a_path(tmp_path: Path, monkeypatc
     there, here = "0: 0.5 a 0.5 b; 4: b", f"0: 0.5 {tmp_path}/a 0.5 ./b; 5: b"
     found = describe_difference(_config("--data-stages", there), _config("--data-stages", here), Consumed(6, 48))
     assert found.startswith("the stage at 4 samples was b and is now"), found
+
+
+def test_a_split_is_compared_with_corpora_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --train-data-path, all documents are for training, whatever --split says."""
+    monkeypatch.chdir(tmp_path)
+    with IndexedDatasetBuilder("a", np.uint16) as builder:
+        for _ in range(100):
+            builder.add_document(np.full(9, 1))
+    own = _config("--train-data-path", "a", "--valid-data-path", "a")
+    own_with_split = _config("--train-data-path", "a", "--valid-data-path", "a", "--split", "8,2")
+    splits = {split: _config("--data-path", "a", "--split", split) for split in ("99,1", "990,10", "1", "98,2")}
+    for one, other, differ in (
+        (splits["99,1"], own, True),
+        (own, splits["99,1"], True),
+        (splits["1"], own, False),
+        (own, own_with_split, False),
+        (splits["99,1"], splits["990,10"], False),
+        (splits["99,1"], splits["98,2"], True),
+    ):
+        assert split_selects_others(one, other) == differ
+        assert keeps_sample_order(one, other) != differ
 
 
 def test_a_script_without_corpora_may_change_its_split() -> None:
