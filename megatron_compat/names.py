@@ -170,7 +170,7 @@ _COUNTERPARTS = {
         "init_checkpointed_activations_memory_buffer reset_checkpointed_activations_memory_buffer": _BUFFERS,
     },
     "megatron.mpu.utils": {
-        "VocabUtility": "VocabParallelEmbedding.vocab_start_index and .rows",
+        "VocabUtility": "VocabParallelEmbedding.first_row and .rows",
         "ensure_divisibility": "mpu.divide(numerator, denominator), which rejects a remainder",
     },
     "megatron.package_info": {

@@ -57,8 +57,7 @@ def training_notes(saved: Config, config: Config, state: TrainState, world_size:
 
     saved: settings of the checkpoint. state: position in training.
     """
-    saved_settings = _settings_of_steps(saved) | sample_settings(saved)  # these may differ with --override-data
-    differences = describe_differences(saved_settings, _settings_of_steps(config) | sample_settings(config))
+    differences = describe_differences(_settings_of_steps(saved), _settings_of_steps(config))
     if differences:
         yield f"this run does not train as before: {differences}"
     has_schedule = saved.train.batch_size_schedule or config.train.batch_size_schedule
@@ -76,7 +75,7 @@ def _settings_of_steps(config: Config) -> dict[str, Any]:
     for section, names in SETTINGS_OF_STEPS.items():
         for name in names.split():
             values[name] = getattr(getattr(config, section), name)
-    return values
+    return values | sample_settings(config)  # those of samples may change with --override-data
 
 
 def print_freezing_changes(reader: CheckpointReader, engine: Any) -> None:

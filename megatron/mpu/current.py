@@ -62,10 +62,7 @@ def parallel_context() -> ParallelContext:
 
 
 def current_mesh() -> Mesh:
-    """Return the mesh of this rank.
-
-    Raises RuntimeError if several ranks run and `initialize_model_parallel` has not been called.
-    """
+    """Return this rank's mesh. Raises RuntimeError if several ranks run before `initialize_model_parallel`."""
     return parallel_context().mesh
 
 

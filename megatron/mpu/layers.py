@@ -76,11 +76,12 @@ class VocabParallelEmbedding(Sharded):
         super().__init__(axis, options)
         self.vocab_size = vocab_size
         self.rows = padded_vocab_size(vocab_size, multiple, self.axis.size) // self.axis.size
+        self.first_row = self.axis.rank * self.rows
         self.num_embeddings = vocab_size  # this and the next attributes have Megatron-LM's names
         self.embedding_dim = hidden_size
         self.num_embeddings_per_partition = self.rows
-        self.vocab_start_index = self.axis.rank * self.rows
-        self.vocab_end_index = self.vocab_start_index + self.rows
+        self.vocab_start_index = self.first_row
+        self.vocab_end_index = self.first_row + self.rows
         weight = nn.Parameter(torch.zeros(self.rows, hidden_size))
         self.weight = declare(weight, init_method, dim=0, full_size=vocab_size, axis=self.axis)  # [v/t, h]
 
@@ -92,7 +93,7 @@ class VocabParallelEmbedding(Sharded):
         if self.axis.size == 1:
             return embedding(ids, self.weight)
         # If this rank has rows 4 to 7, ids 3 and 5 become -1 and 1. Id 3 looks up row 0 instead, then becomes zeros.
-        local_ids = ids - self.vocab_start_index
+        local_ids = ids - self.first_row
         is_elsewhere = (local_ids < 0) | (local_ids >= self.rows)
         vectors = embedding(local_ids.masked_fill(is_elsewhere, 0), self.weight)
         return self.sum_over_ranks(vectors.masked_fill(is_elsewhere.unsqueeze(-1), 0.0))

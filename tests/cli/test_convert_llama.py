@@ -415,7 +415,12 @@ def test_what_an_export_cannot_say_is_named(tmp_path: Path, vocab_file: str) -> 
     pytest.importorskip("jinja2")
     sources = ["chatml", "{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"]
     for name, source in zip("ab", sources, strict=True):
-        about = {"objective": "sft", "chat_template": source, **({"chat_date": "2024-07-26"} if name == "b" else {})}
+        about = {
+            "fingerprint": "",
+            "objective": "sft",
+            "chat_template": source,
+            **({"chat_date": "2024-07-26"} if name == "b" else {}),
+        }
         (tmp_path / f"{name}.json").write_text(json.dumps(about))
     ours = load_tokenizer(vocab_file)
     known = tmp_path / "t.model"

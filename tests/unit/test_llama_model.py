@@ -195,7 +195,7 @@ def test_a_rank_of_a_context_has_its_own_angles() -> None:
     """A context-parallel rank uses the rotary angles of its own positions, not those cached for the whole sequence."""
     m, ids = parse(flags_of("Llama").split()).model, torch.ones(1, 8, dtype=torch.int32)
     for axis, place in (
-        (None, range(8)),
+        (mpu.TRIVIAL_AXIS, range(8)),
         (mpu.Axis(None, (0, 1), 1), range(2, 6)),
         (mpu.Axis(None, (0, 1), 0), (0, 1, 6, 7)),
     ):
