@@ -12,6 +12,7 @@ from multiprocessing.connection import wait
 
 from .tracker import start_tracker
 
+SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}  # signals that a run handles
 # Error of torch's DataLoader about a worker that ended.
 _WORKER_ENDED = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: ([^.]+)|exited)")
 
@@ -44,14 +45,18 @@ def block_signals() -> Iterator[None]:
     Then a signal to the whole process group acts on the training process only. The training process saves a checkpoint
     and ends its workers.
     """
-    signals = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         start_tracker()  # unblocks SIGTERM and SIGINT, so the next line blocks the signals again
-        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def in_main_thread() -> bool:
+    """Return whether this thread is the main thread, the only one in which Python can set signal handlers."""
+    return threading.current_thread() is threading.main_thread()
 
 
 def kill_workers() -> None:
@@ -59,7 +64,8 @@ def kill_workers() -> None:
 
     Otherwise, at exit, Python would send SIGTERM to the workers, which block this signal, and wait for them.
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise an error for each of them
+    if in_main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise an error for each of them
     for worker in multiprocessing.active_children():
         worker.kill()
 

@@ -17,6 +17,7 @@ from typing import Any
 from ..atomic import write_text
 from ..config import Config
 from ..config.output import LogConfig
+from ..data.workers import in_main_thread
 from ..packages import is_installed, pip_install
 from ..ranks.agreement import raise_on_all_ranks
 from ..ranks.rank_0 import is_rank_0
@@ -201,7 +202,7 @@ def _same_handlers() -> Iterator[None]:
         yield
     finally:
         sys.excepthook = on_error
-        if threading.current_thread() is threading.main_thread():
+        if in_main_thread():
             signal.signal(signal.SIGINT, on_interrupt)
 
 

@@ -1,6 +1,5 @@
 """Errors that end a run on all ranks, their one-line description, and the exit of the process."""
 
-import multiprocessing
 import os
 import re
 import traceback
@@ -10,6 +9,7 @@ from typing import NoReturn
 from tds.messages import error_text, flush_and_exit
 
 from ..config.messages import describe_error
+from ..data.workers import kill_workers
 from .source import is_library_file
 
 _MEGATRON = Path(__file__).resolve().parent.parent
@@ -61,6 +61,5 @@ def exit_now(code: int) -> NoReturn:
     This skips Python's shutdown. In about one of thirty shutdowns, a gloo thread frees a tensor, which aborts the
     process.
     """
-    for worker in multiprocessing.active_children():
-        worker.kill()
+    kill_workers()
     flush_and_exit(code)

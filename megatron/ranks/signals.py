@@ -9,7 +9,6 @@ import contextlib
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from ..data.workers import SIGNALS, in_main_thread
 from . import device as device_module
 from .errors import exit_now
 from .rank_0 import num_ranks
@@ -52,11 +52,10 @@ def restored_signals() -> Iterator[None]:
 
     Before the training loop there is nothing to save, so SIGTERM and Ctrl-C end the process as usual.
     """
-    # Only the main thread can set signal handlers in Python.
-    if threading.current_thread() is not threading.main_thread():
+    if not in_main_thread():
         yield
         return
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         yield
@@ -85,7 +84,7 @@ class StopSignals:
         self._read_reports: Callable[[], list[int]] | None = None
 
     def __enter__(self) -> "StopSignals":
-        if threading.current_thread() is threading.main_thread():
+        if in_main_thread():
             signal.signal(signal.SIGTERM, lambda *_: self.ask(StopSignal.SAVE_AND_STOP))
             signal.signal(signal.SIGUSR1, lambda *_: self.ask(StopSignal.SAVE))
             if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # if SIGINT is ignored, the launcher handles Ctrl-C
@@ -96,7 +95,7 @@ class StopSignals:
         if error_type is None:  # the handlers stay installed for the final save
             if self._read_reports is not None:
                 self._read_reports()  # wait for the last all-reduce, whose result nobody needs
-        elif threading.current_thread() is threading.main_thread():
+        elif in_main_thread():
             # After an error, nothing will be saved and other ranks may have ended. The launcher must be able to end
             # this process.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

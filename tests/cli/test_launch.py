@@ -1,12 +1,14 @@
 """tools/launch.py forwards signals to the ranks and lets them save; a second signal kills them at once."""
 
 import json
+import multiprocessing
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
@@ -19,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.run import parse_args
 
 import tds
-from megatron.ranks import signals
+from megatron.ranks import errors, signals
 from megatron.ranks.signals import StopSignal, StopSignals, restored_signals
 from megatron_tools import launch
 from tds.parent_death import start_time_of
@@ -143,6 +145,32 @@ def test_ctrl_c_in_a_process_started_by_hand(
         "second Ctrl-C: the run ends at once, without saving",
     ]
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == before
+
+
+def test_an_exit_is_not_interrupted_by_the_ends_of_killed_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's handler of SIGCHLD raises an error in the main thread for each data worker that is killed."""
+    codes: list[int] = []
+    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+
+    def leave(code: int) -> None:
+        worker.join(10)
+        codes.append(code)
+
+    def raise_error(*_: object) -> None:
+        raise RuntimeError("DataLoader worker is killed")
+
+    monkeypatch.setattr(errors, "flush_and_exit", leave)
+    worker.start()
+    before = signal.signal(signal.SIGCHLD, raise_error)
+    try:
+        errors.exit_now(130)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+        worker.kill()
+    in_thread = threading.Thread(target=errors.exit_now, args=(1,))  # where Python cannot set a handler
+    in_thread.start()
+    in_thread.join()
+    assert codes == [130, 1] and not worker.is_alive()
 
 
 def test_after_an_error_a_launcher_can_end_the_process() -> None:

@@ -62,6 +62,7 @@ MAY_IMPORT = {
         "megatron._torch",
         "megatron.atomic",
         "megatron.config",
+        "megatron.data",  # to kill data workers
         "megatron.mpu",
         "megatron.model",
     },
