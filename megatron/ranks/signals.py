@@ -24,7 +24,7 @@ from . import device as device_module
 from .errors import exit_now
 from .rank_0 import num_ranks
 
-PROCESS_START = time.monotonic()
+_run_start = time.monotonic()  # set again at the start of each run of this process
 # SIGINTs within this time are one Ctrl-C: the terminal signals the whole process group, and the launcher then signals
 # its ranks again.
 ONE_REQUEST_SECONDS = 0.5
@@ -50,8 +50,11 @@ class StopSignal(IntEnum):
 def restored_signals() -> Iterator[None]:
     """Restore the signal handlers at the end of the `with` block; ignore SIGUSR1 until `StopSignals` handles signals.
 
+    The block is one run, so the time of --exit-duration-in-mins begins with it.
     Before the training loop there is nothing to save, so SIGTERM and Ctrl-C end the process as usual.
     """
+    global _run_start
+    _run_start = time.monotonic()
     if not in_main_thread():
         yield
         return
@@ -71,7 +74,7 @@ class StopSignals:
     Every rank must call `agree()` after every iteration. After a successful loop the handlers stay installed, so that
     no signal ends the process during the final save.
 
-    minutes: run time of the process after which to save and stop; None for no limit.
+    minutes: time since the start of the run after which to save and stop; None for no limit.
     device: device of the tensors that the ranks exchange.
     """
 
@@ -126,7 +129,7 @@ class StopSignals:
         """
         request = self._request
         self._request = StopSignal.NOTHING
-        if self.minutes is not None and time.monotonic() - PROCESS_START > 60 * self.minutes:
+        if self.minutes is not None and time.monotonic() - _run_start > 60 * self.minutes:
             request = StopSignal.SAVE_AND_STOP
         if num_ranks() == 1:
             return request, done

@@ -173,6 +173,18 @@ def test_an_exit_is_not_interrupted_by_the_ends_of_killed_workers(monkeypatch: p
     assert codes == [130, 1] and not worker.is_alive()
 
 
+def test_the_time_of_a_run_begins_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1_000_000.0  # long after the process has imported the module
+    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: now))
+    for _ in ("the first run of the process", "the second one"):
+        with restored_signals():
+            heard = StopSignals(10, torch.device("cpu"))
+            now += 9 * 60
+            assert heard.agree()[0] is StopSignal.NOTHING
+            now += 2 * 60
+            assert heard.agree()[0] is StopSignal.SAVE_AND_STOP
+
+
 def test_after_an_error_a_launcher_can_end_the_process() -> None:
     """After an error in training, SIGTERM has its default effect again: it ends the rank without a save."""
     before = signal.getsignal(signal.SIGTERM)
