@@ -16,6 +16,7 @@ from typing import Any
 
 from ..atomic import write_text
 from ..config import Config
+from ..config.messages import describe_error
 from ..config.output import LogConfig
 from ..data.workers import in_main_thread
 from ..packages import is_installed, pip_install
@@ -54,10 +55,10 @@ def check_packages(config: LogConfig) -> None:
             )
 
 
-def build_writers(config: Config, run_dir: Path, iteration: int) -> list[Writer]:
-    """Return the writers that the flags enable, ready to write rows of iterations after `iteration`.
+def build_writers(config: Config, run_dir: Path, iteration: int) -> Iterator[Writer]:
+    """Yield the writers that the flags enable, ready to write rows of iterations after `iteration`.
 
-    Raises ValueError if a writer cannot start.
+    Raises ValueError if a writer cannot start; those before it have then started, so the caller must close them.
     """
     log = config.log
     # Without --tensorboard and --no-tensorboard, TensorBoard is written if it is installed.
@@ -68,20 +69,16 @@ def build_writers(config: Config, run_dir: Path, iteration: int) -> list[Writer]
         SwanLab: log.swanlab,
         MLflow: log.mlflow,
     }
-    started = []
     for writer_class, is_requested in wanted.items():
         if not is_requested:
             continue
         try:
-            started.append(writer_class(config, run_dir, iteration))
+            yield writer_class(config, run_dir, iteration)
         except Exception as error:  # packages raise errors of any type, e.g. for an unreachable server or a missing key
-            # The message on one line, or the type of an error without a message.
-            reason = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(
-                f"{writer_class.name} cannot start: {reason}; to train without it, pass --no-{writer_class.flag}, "
-                f"and leave other flags --{writer_class.flag}* out"
+                f"{writer_class.name} cannot start: {describe_error(error)}; to train without it, pass "
+                f"--no-{writer_class.flag}, and leave other flags --{writer_class.flag}* out"
             ) from error
-    return started
 
 
 def flat_settings(config: Config) -> dict[str, Any]:
@@ -272,8 +269,12 @@ class MLflow:
             write_text(path, run.info.run_id + "\n")
             # MLflow refuses longer values.
             settings = [(name, str(value)[:500]) for name, value in flat_settings(config).items()]
-            for start in range(0, len(settings), 100):  # MLflow accepts at most 100 parameters per call
-                mlflow.log_params(dict(settings[start : start + 100]))
+            try:
+                for start in range(0, len(settings), 100):  # MLflow accepts at most 100 parameters per call
+                    mlflow.log_params(dict(settings[start : start + 100]))
+            except Exception:
+                mlflow.end_run("FAILED")  # while it is open, this process can start no other one
+                raise
 
     def write(self, iteration: int, numbers: Mapping[str, float]) -> None:
         """Log the numbers of one row in one call."""

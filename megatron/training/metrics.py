@@ -4,7 +4,7 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -67,9 +67,13 @@ class MetricsWriter:
         if active:
             self._drop_later_rows(iteration)
 
-    def forward_to(self, writers: Sequence[Writer]) -> None:
-        """Let `writers` get the numbers of each row that is written from now on."""
-        self._writers += writers
+    def forward_to(self, writers: Iterable[Writer]) -> None:
+        """Let `writers` get the numbers of each row that is written from now on.
+
+        If an iterator of writers raises an error, `close` closes those that it has yielded.
+        """
+        for writer in writers:
+            self._writers.append(writer)
 
     def has_row(self, part: str, iteration: int) -> bool:
         """Return True, after a note, if metrics.jsonl had a row of `part` at `iteration` when this process started.

@@ -183,7 +183,7 @@ def test_a_folder_with_the_name_of_a_package_is_no_package(tmp_path: Path, monke
         (tmp_path / name).mkdir()
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])  # as if these packages were not installed
-    assert writers.build_writers(plain, tmp_path, 0) == []
+    assert list(writers.build_writers(plain, tmp_path, 0)) == []
     with pytest.raises(ValueError, match="--wandb needs the package wandb"):
         writers.check_packages(asked.log)
     (tmp_path / "tensorboard" / "__init__.py").touch()
@@ -197,7 +197,34 @@ def test_one_that_cannot_begin_says_why(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"api_key.*pass --no-wandb.* flags --wandb\*"):
-        writers.build_writers(config("--wandb"), tmp_path, 0)
+        list(writers.build_writers(config("--wandb"), tmp_path, 0))
+
+
+def test_those_that_have_started_are_closed_if_another_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def set_experiment(_: str) -> None:
+        raise ConnectionError("no server")
+
+    wandb = Said()
+    mlflow = SimpleNamespace(set_tracking_uri=str, set_experiment=set_experiment)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)  # type: ignore[arg-type]
+    metrics = MetricsWriter(str(tmp_path), 0, True)
+    with pytest.raises(ValueError, match="--no-mlflow"):
+        metrics.forward_to(writers.build_writers(config("--wandb", "--mlflow"), tmp_path, 0))
+    metrics.close()
+    assert len(wandb.named("init")) == len(wandb.named("finish")) == 1
+
+
+def test_mlflow_is_closed_if_it_refuses_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refuses(Said):
+        def log_params(self, _: dict[str, str]) -> None:
+            raise ConnectionError("no server")
+
+    mlflow = Refuses()
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="--no-mlflow"):
+        list(writers.build_writers(config("--mlflow"), tmp_path, 0))
+    assert len(mlflow.named("start_run")) == len(mlflow.named("end_run")) == 1
 
 
 def test_one_that_fails_later_stops_and_the_run_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
