@@ -16,7 +16,7 @@ from ..config.ds_config import Resolved
 from ..engines.engine import Engine
 from ..locks.run_lock import RunLock
 from ..optim import lr_at
-from ..ranks.errors import RunError
+from ..ranks.agreement import raise_on_all_ranks
 from ..ranks.signals import StopSignals
 from ..timers import Timers
 from ..tokenizer import Tokenizer
@@ -58,14 +58,14 @@ class Run:
         return self
 
     def __exit__(self, kind: object = None, error: BaseException | None = None, *_: object) -> None:
-        """Close the run's files and unlock its directory. An error becomes the last row of metrics.jsonl.
-
-        Raises RunError if metrics.jsonl lacks rows, so that a run that has lost them does not end as a success.
-        """
+        """Close the run's files and unlock its directory. Raises RunError on all ranks if metrics.jsonl lacks rows."""
         lost = self.metrics.close(error, self)  # number of rows that could not be written
         release(self.locks)
-        if lost and not error:
-            raise RunError(f"the last {lost} rows of {self.run_dir}/metrics.jsonl were not written; a note says why")
+        if error:
+            return  # other ranks may have no error, and would not come here
+        with raise_on_all_ranks():  # rank 0 alone writes rows
+            if lost:
+                raise ValueError(f"{lost} last rows of {self.run_dir}/metrics.jsonl were not written; a note says why")
 
     @property
     def sample_shape(self) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from data_utils import clean_corpus
 from megatron.atomic import copy_file
@@ -20,6 +21,7 @@ from megatron.ranks.errors import RunError
 from megatron.training import metrics
 from megatron.training.metrics import MetricsWriter
 from megatron.training.run_state import Run
+from tests.support import on_ranks
 
 
 @contextmanager
@@ -81,6 +83,20 @@ def test_a_run_that_has_lost_rows_of_metrics_fails(tmp_path: Path, monkeypatch: 
         Run.__exit__(run, None)
     run.config, run.state = None, SimpleNamespace(iteration=2)
     Run.__exit__(run, ValueError, ValueError("x"))  # another error is not hidden
+
+
+def _lose_rows() -> str:
+    """End a run whose rank 0 could not write rows; return this rank's error."""
+    lost = 3 if dist.get_rank() == 0 else 0
+    run: Any = SimpleNamespace(metrics=SimpleNamespace(close=lambda *_: lost), locks=[], run_dir="runs/mine")
+    with pytest.raises(RunError) as caught:
+        Run.__exit__(run, None)
+    return str(caught.value)
+
+
+def test_all_ranks_learn_of_lost_rows() -> None:
+    first, second = on_ranks(2, _lose_rows)
+    assert "runs/mine/metrics.jsonl" in first and first == second
 
 
 def test_the_error_of_a_run_is_its_last_row(tmp_path: Path) -> None:
