@@ -55,7 +55,10 @@ class Features(list[Feature]):
             yield
 
     def row(self, interval: Interval) -> Entries:
-        """Return the entries of all features; dicts of one name are merged, such as the numbers of layers."""
+        """Return the entries of all features; dicts of one name are merged, such as the numbers of layers.
+
+        Raises ValueError for a row that a run cannot write, perhaps on one rank only.
+        """
         entries: Entries = {}
         for each in self:
             row = each.row(interval)
@@ -119,7 +122,9 @@ def _check_entries(name: str, kind: str, entries: Any) -> None:
         if is_row:  # its entries become part of a line of metrics.jsonl
             parse_row(json.dumps({"iteration": 0, "split": "row", **entries}))
     except (TypeError, ValueError) as error:
-        raise RunError(
+        # A row may be bad on one rank only, but states are equal on all ranks.
+        error_class = ValueError if is_row else RunError
+        raise error_class(
             f"the feature {name} has a {kind} that a run cannot write: {error}; return numbers, texts, lists and "
             "dicts, and None in place of infinity and NaN"
         ) from None

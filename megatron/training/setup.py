@@ -6,7 +6,6 @@ from datetime import datetime
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from .. import mpu
 from ..checkpointing import RetryingSaver, Saver, find_start, start_or_resume
@@ -21,7 +20,7 @@ from ..model.parameter_counts import count_parameters
 from ..ranks.agreement import raise_on_all_ranks, require_equal_code, require_equal_values, tokenizer_identity
 from ..ranks.initialize import initialize_megatron, use_step_timeout
 from ..ranks.objects import broadcast_from_rank_0
-from ..ranks.rank_0 import is_rank_0, print_notes, print_rank_0
+from ..ranks.rank_0 import is_rank_0, num_ranks, print_notes, print_rank_0
 from ..timers import Timers
 from ..tokenizer import Tokenizer, load_tokenizer
 from . import run_folder
@@ -72,13 +71,13 @@ def set_up(task: Task, config: Config, resolved: Resolved, own_features: Sequenc
             lags = step_lags(start.path, start.wanted)
         engine = build_engine(model, plan, features, timers, lags)
         require_equal_code()  # again, because the task may have imported further modules since the start
-        if dist.get_world_size() > 1:
+        if num_ranks() > 1:
             engine.watch_steps(60 * config.parallel.distributed_timeout_minutes)
 
         # Load the checkpoint. It may replace the learning-rate schedule in `config`.
         with explain_if_deleted(start.path):
             state, config = start_or_resume(start, config, engine.deepspeed, tokenizer.fingerprint, datasets[0])
-        config = config.with_derived_iters(dist.get_world_size(), state.iteration, state.consumed_samples)
+        config = config.with_derived_iters(num_ranks(), state.iteration, state.consumed_samples)
         with raise_on_all_ranks():
             features.load(state.features)
             metrics = run_folder.open_run_dir(given_config, config, start.path, run_dir, state.iteration, locks)

@@ -342,7 +342,7 @@ def _endless(folder: str, data: str, vocab_file: str) -> list[str]:
     ):
         feature = Endless(state, row)
         with (
-            pytest.raises(RunError) as caught,
+            pytest.raises(RunError if state else ValueError) as caught,
             make(Start("gpt2", Path(folder), FLAGS), data, vocab_file, [feature]) as run,
         ):
             train(run)
@@ -408,7 +408,8 @@ def _bad_rows(folder: str, data: str, vocab_file: str) -> dict[str, str]:
 
 def test_rows_that_a_resumed_run_could_not_read_end_the_run(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     (ends,) = on_ranks(1, _bad_rows, str(tmp_path), tiny_data, vocab_file)
-    assert set(ends) == set(BAD_ROWS) and set(ends.values()) <= {"RunError", "ValueError"}
+    # A row may be bad on one rank only, so that this rank must not enter collectives, as after a RunError.
+    assert ends == dict.fromkeys(BAD_ROWS, "ValueError")
     for path in tmp_path.glob("*/metrics.jsonl"):
         for line in path.read_text().splitlines():
             assert parse_row(line) is not None, path.parent.name
