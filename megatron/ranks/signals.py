@@ -82,7 +82,7 @@ class StopSignals:
     device: torch.device
 
     def __post_init__(self) -> None:
-        self._request = StopSignal.NOTHING
+        self._requests = [StopSignal.NOTHING]  # since the last call of `agree`
         self._interrupted: float | None = None  # time of the first Ctrl-C
         self._read_reports: Callable[[], list[int]] | None = None
 
@@ -105,7 +105,7 @@ class StopSignals:
 
     def ask(self, request: StopSignal) -> None:
         """Make a request, as if a signal had come."""
-        self._request = max(self._request, request)
+        self._requests.append(request)
 
     def _interrupt(self, _: int, __: FrameType | None) -> None:
         """Handle SIGINT: save and stop at the first Ctrl-C, exit at the second, ignore repetitions of the first."""
@@ -127,8 +127,11 @@ class StopSignals:
         that no iteration waits. On an accelerator, the host waits only for the all-reduce that the previous call has
         queued.
         """
-        request = self._request
-        self._request = StopSignal.NOTHING
+        # A handler may run between any two operations. Its request goes to the list that is read below, or to the new
+        # list.
+        requests = self._requests
+        self._requests = [StopSignal.NOTHING]
+        request = max(requests)
         if self.minutes is not None and time.monotonic() - _run_start > 60 * self.minutes:
             request = StopSignal.SAVE_AND_STOP
         if num_ranks() == 1:

@@ -1,13 +1,11 @@
 """The part of a run that saves checkpoints, and that stops the run early."""
 
-import torch.distributed as dist
-
 from tds import trace
 
 from ..engines.engine import StepResult
 from ..locks.held_places import HeldPlaces, LostPlace
 from ..ranks.errors import RunError
-from ..ranks.rank_0 import print_rank_0
+from ..ranks.rank_0 import num_ranks, print_rank_0
 from ..ranks.signals import StopSignal
 from .feature import Feature, due
 from .health import SampleRange
@@ -36,7 +34,7 @@ class Saves(Feature):
         if not self._run.saver.is_pending:
             return
         # All ranks raise a RunError together. Without an error, nothing is done here, as `complete` follows.
-        is_alone = dist.get_world_size() == 1 and isinstance(error, Exception)
+        is_alone = num_ranks() == 1 and isinstance(error, Exception)
         is_everywhere = is_alone or isinstance(error, RunError)
         if not is_everywhere or self._places.find_lost():
             return

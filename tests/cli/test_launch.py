@@ -1,5 +1,6 @@
 """tools/launch.py forwards signals to the ranks and lets them save; a second signal kills them at once."""
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -13,7 +14,8 @@ import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -171,6 +173,37 @@ def test_an_exit_is_not_interrupted_by_the_ends_of_killed_workers(monkeypatch: p
     in_thread.start()
     in_thread.join()
     assert codes == [130, 1] and not worker.is_alive()
+
+
+@pytest.mark.parametrize("method", ["agree", "ask"])
+def test_no_request_is_lost_whenever_its_signal_comes(method: str) -> None:
+    """Ask for a stop before each operation of a method in turn, as the handler of a signal may."""
+    code = getattr(StopSignals, method).__code__
+    arguments = [StopSignal.SAVE] if method == "ask" else []
+    for place in itertools.count(1):
+        heard = StopSignals(None, torch.device("cpu"))
+        operations = 0
+
+        def trace(frame: FrameType, event: str, _: object, place: int = place, heard: StopSignals = heard) -> Any:
+            nonlocal operations
+            if frame.f_code is not code:
+                return None
+            frame.f_trace_opcodes = True
+            operations += event == "opcode"
+            if event == "opcode" and operations == place:
+                heard.ask(StopSignal.SAVE_AND_STOP)
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            first = getattr(heard, method)(*arguments)
+        finally:
+            sys.settrace(before)
+        if operations < place:
+            break
+        assert (StopSignal.SAVE_AND_STOP, False) in (first, heard.agree()), place
+    assert place > 5
 
 
 def test_the_time_of_a_run_begins_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
