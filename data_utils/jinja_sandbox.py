@@ -4,12 +4,12 @@ import contextlib
 import json
 import re
 import signal
-import threading
 from collections.abc import Iterator
 from datetime import datetime
 from types import FrameType
 from typing import Any
 
+from megatron.data.workers import in_main_thread
 from megatron.packages import pip_install
 from megatron.tokenizer.base import TokenizerError
 
@@ -26,7 +26,7 @@ class TemplateLimitError(ValueError):
 @contextlib.contextmanager
 def time_limit() -> Iterator[None]:
     """Raise TemplateLimitError if the enclosed code runs longer than `TIME_LIMIT`; no limit outside the main thread."""
-    if threading.current_thread() is not threading.main_thread():
+    if not in_main_thread():
         yield
         return
 

@@ -175,5 +175,4 @@ class NearDuplicates:
         mixed = (bands.astype(np.uint64) * self._factors).sum(1)
         mixed ^= mixed >> np.uint64(29)
         mixed *= np.uint64(0x9E3779B97F4A7C15)
-        keys: Hashes = (mixed >> np.uint64(32)).astype(np.uint32)
-        return keys
+        return (mixed >> np.uint64(32)).astype(np.uint32)  # type: ignore[no-any-return]

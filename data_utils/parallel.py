@@ -1,5 +1,6 @@
 """`map` over worker processes with ordered results and a bounded number of items in flight."""
 
+import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -18,6 +19,7 @@ def _initialize_worker(start: Callable[..., None], settings: tuple[Any, ...]) ->
 
     The pool ends its workers only if the parent exits normally.
     """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to workers, too; the parent ends them
     start_worker()
     start(*settings)
 

@@ -42,8 +42,7 @@ def sample_documents(documents: Iterator[str], max_bytes: int, seed: int, quiet:
     for place, text in enumerate(Progress(documents, desc="reading", unit=" documents", disable=quiet)):
         num_bytes = len(text.encode())
         size += num_bytes
-        number = rng.random()
-        heapq.heappush(kept, (-number, place, num_bytes, text))
+        heapq.heappush(kept, (-rng.random(), place, num_bytes, text))
         # kept[0] is the document with the highest number. Drop it while the other documents suffice.
         while size - kept[0][2] >= max_bytes:
             _, _, popped_bytes, _ = heapq.heappop(kept)

@@ -4,6 +4,10 @@ import importlib
 import json
 import os
 import random
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +16,7 @@ import pytest
 from data_utils.files import find_files
 from data_utils.parallel import ordered_map
 from tests.sentences import SENTENCES
-from tests.support import FULL
+from tests.support import FULL, ROOT
 
 Tool = Callable[..., None]
 
@@ -138,3 +142,37 @@ def test_a_worker_that_cannot_begin_points_to_its_own_error(capfd: pytest.Captur
     with pytest.raises(RuntimeError, match="printed no error above"):
         list(ordered_map(abs, range(3), 1, _fail_to_begin, (), None))
     assert "the tokenizer cannot be read" in capfd.readouterr().err
+
+
+IDLE_WORKERS = """
+import sys, time
+from data_utils.parallel import ordered_map
+def start(): pass
+def items():
+    yield from range(6)  # more than 2 workers get before the first result is needed
+    print("ready", flush=True)
+    time.sleep(60)
+if __name__ == "__main__":
+    try:
+        list(ordered_map(abs, items(), 2, start, (), None))
+    except KeyboardInterrupt:
+        sys.exit(130)
+"""
+
+
+def test_ctrl_c_prints_no_traceback_of_idle_workers(tmp_path: Path) -> None:
+    script = tmp_path / "tool.py"
+    script.write_text(IDLE_WORKERS)
+    tool = subprocess.Popen(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert tool.stdout is not None and tool.stdout.readline() == "ready\n"
+    time.sleep(1)  # until both workers wait
+    os.killpg(tool.pid, signal.SIGINT)  # as a terminal does
+    _, printed = tool.communicate(timeout=30)
+    assert (tool.returncode, printed) == (130, "")
