@@ -24,7 +24,6 @@ from . import device as device_module
 from .errors import exit_now
 from .rank_0 import num_ranks
 
-_run_start = time.monotonic()  # set again at the start of each run of this process
 # SIGINTs within this time are one Ctrl-C: the terminal signals the whole process group, and the launcher then signals
 # its ranks again.
 ONE_REQUEST_SECONDS = 0.5
@@ -53,8 +52,7 @@ def restored_signals() -> Iterator[None]:
     The block is one run, so the time of --exit-duration-in-mins begins with it.
     Before the training loop there is nothing to save, so SIGTERM and Ctrl-C end the process as usual.
     """
-    global _run_start
-    _run_start = time.monotonic()
+    StopSignals.run_start = time.monotonic()
     if not in_main_thread():
         yield
         return
@@ -80,6 +78,7 @@ class StopSignals:
 
     minutes: float | None
     device: torch.device
+    run_start = time.monotonic()  # no field: `restored_signals` sets it at the start of each run of this process
 
     def __post_init__(self) -> None:
         self._requests = [StopSignal.NOTHING]  # since the last call of `agree`
@@ -96,7 +95,7 @@ class StopSignals:
 
     def __exit__(self, error_type: object, *_: object) -> None:
         if error_type is None:  # the handlers stay installed for the final save
-            if self._read_reports is not None:
+            if self._read_reports:
                 self._read_reports()  # wait for the last all-reduce, whose result nobody needs
         elif in_main_thread():
             # After an error, nothing will be saved and other ranks may have ended. The launcher must be able to end
@@ -132,7 +131,7 @@ class StopSignals:
         requests = self._requests
         self._requests = [StopSignal.NOTHING]
         request = max(requests)
-        if self.minutes is not None and time.monotonic() - _run_start > 60 * self.minutes:
+        if self.minutes is not None and time.monotonic() - self.run_start > 60 * self.minutes:
             request = StopSignal.SAVE_AND_STOP
         if num_ranks() == 1:
             return request, done
