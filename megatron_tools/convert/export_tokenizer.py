@@ -191,29 +191,25 @@ def _write_tokenizer_json(
     from tokenizers import AddedToken
 
     entries: dict[str, Any] = {}
-    missing_names: list[str] = []  # special tokens of this T5 that the source's tokenizer lacks
+    source_json = hf_tokenizer.to_str()
     if isinstance(tokenizer, SentinelTokenizer):
         # The file lists the names of sentinels in the order of their ids.
         sentinels = [tokenizer.decode([id_]) for id_ in sorted(tokenizer.sentinels)]
-        tokens = []
-        for name in ("<pad>", *sentinels):
-            tokens.append(AddedToken(name, special=True, normalized=False))
-            if name not in tokenizer.base.specials:
-                missing_names.append(name)
+        # Tokens that the source has already stay as they are.
+        tokens = [AddedToken(name, special=True, normalized=False) for name in ("<pad>", *sentinels)]
         hf_tokenizer.add_special_tokens(tokens)
+        # The source may put other tokens around a text than this T5 does: replace them.
+        end_ids = [tokenizer.eod] if tokenizer.convention == "t5" else []
+        frame_texts(hf_tokenizer, tokenizer.start, end_ids)
         listed = tokenizer_config.get("extra_special_tokens")
         if isinstance(listed, list):
             # The source's own tokens come first; a sentinel that is already among them is not repeated.
             sentinels = list(dict.fromkeys([*listed, *sentinels]))
         entries = {"pad_token": "<pad>", "extra_special_tokens": sentinels}
-    # A tokenizer.json that lacks nothing is copied byte by byte.
-    if vocab_path.name == "tokenizer.json" and not missing_names:
+    # A tokenizer.json that needs no change is copied byte by byte.
+    if vocab_path.name == "tokenizer.json" and hf_tokenizer.to_str() == source_json:
         copyfile(vocab_path, folder / vocab_path.name)
     else:
-        # The source is not a T5's tokenizer.json, and may put other tokens around a text than a T5 does: replace them.
-        if isinstance(tokenizer, SentinelTokenizer):
-            end_ids = [tokenizer.eod] if tokenizer.convention == "t5" else []
-            frame_texts(hf_tokenizer, tokenizer.start, end_ids)
         hf_tokenizer.save(str(folder / "tokenizer.json"))
     return entries
 

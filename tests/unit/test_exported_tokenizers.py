@@ -313,6 +313,39 @@ def test_an_exported_t5_reads_and_begins_texts_as_in_training(convention: str, t
     assert [content["decoder_start_token_id"] for content in contents] == [expected_start] * 2
 
 
+def word_tokenizer(path: Path, specials: list[str], template: str) -> None:
+    """Write a tokenizer.json with `specials` as ids 0, 1, ... and a few words, which puts `template` around texts."""
+    names = [*specials, "one", "two"]
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel({name: i for i, name in enumerate(names)}, "<unk>"))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    library.add_special_tokens(specials)
+    framing = [(name, specials.index(name)) for name in template.split() if name in specials]
+    pair = f"{template} {template.replace('$A', '$B')}"
+    library.post_processor = tokenizers.processors.TemplateProcessing(
+        single=template, pair=pair, special_tokens=framing
+    )
+    library.save(str(path))
+
+
+@pytest.mark.parametrize("convention", ["t5", "cpm"])
+@pytest.mark.parametrize("template", ["$A", "<s> $A", "$A </s>"])
+def test_a_tokenizer_json_with_all_tokens_of_a_t5_frames_texts_as_in_training(
+    template: str, convention: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "tokenizer.json"
+    sentinel = "<extra_id_0>" if convention == "t5" else "<s_0>"
+    word_tokenizer(path, ["<pad>", "</s>", "<unk>", "<s>", sentinel], template)
+    ours = SentinelTokenizer(load_tokenizer(str(path)), 1, convention)
+    output = tmp_path / "out"
+    output.mkdir()
+    exported(output, ours, path, "t5")
+    theirs = transformers.AutoTokenizer.from_pretrained(output)
+    end_ids = [ours.eod] if convention == "t5" else []
+    assert theirs("one two")["input_ids"] == [*ours.start, *ours.encode("one two"), *end_ids]
+    if (template, convention) == ("$A </s>", "t5"):
+        assert (output / path.name).read_bytes() == path.read_bytes()
+
+
 @pytest.mark.parametrize("given", ["== a ==\n=== b ===\n" * 40, "“好……”“是……”好……\n" * 40])
 def test_a_first_piece_of_punctuation_is_a_piece(given: str, tmp_path: Path) -> None:
     """The first BPE merge is exported as a merge, although it has the same score, 0, as user-defined symbols."""
