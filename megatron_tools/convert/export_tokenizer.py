@@ -19,6 +19,7 @@ from megatron.tokenizer.sibling_files import (
     SETTINGS,
     TEMPLATE,
     TOKEN_FILES,
+    TOKENS_MAP,
     make_placeholder,
     read_tokenizer_config,
     special_token_names,
@@ -129,7 +130,9 @@ def write_tokenizer(
     tokenizer_config |= tokenizer_class_entries(vocab_path, model_type, hf_tokenizer is not None)
     for file_name in TOKEN_FILES:
         source = vocab_path.with_name(file_name)
-        if source.is_file():
+        # Its roles are in tokenizer_config already. In transformers, it would override the pad_token of a T5.
+        is_merged = file_name == TOKENS_MAP and hf_tokenizer is not None and isinstance(tokenizer, SentinelTokenizer)
+        if source.is_file() and not is_merged:
             copyfile(source, folder / file_name)
     notes = _write_template(folder, tokenizer, chat)
     # Chat templates use variables such as bos_token. transformers takes their values from tokenizer_config.json.

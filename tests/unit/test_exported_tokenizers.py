@@ -346,6 +346,21 @@ def test_a_tokenizer_json_with_all_tokens_of_a_t5_frames_texts_as_in_training(
         assert (output / path.name).read_bytes() == path.read_bytes()
 
 
+def test_an_exported_t5_pads_with_the_padding_token_of_the_model(tmp_path: Path) -> None:
+    """The source names another token in special_tokens_map.json, which overrides tokenizer_config.json."""
+    path = tmp_path / "tokenizer.json"
+    word_tokenizer(path, ["[PAD]", "</s>", "<unk>"], "$A")
+    roles = {"eos_token": "</s>", "pad_token": "[PAD]", "unk_token": "<unk>"}
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        (tmp_path / name).write_text(json.dumps(roles))
+    ours = SentinelTokenizer(load_tokenizer(str(path)), 1, "t5")
+    output = tmp_path / "out"
+    output.mkdir()
+    exported(output, ours, path, "t5")
+    theirs = transformers.AutoTokenizer.from_pretrained(output)
+    assert (theirs.pad_token_id, theirs.eos_token_id, theirs.unk_token_id) == (ours.pad, 1, 2)
+
+
 @pytest.mark.parametrize("given", ["== a ==\n=== b ===\n" * 40, "“好……”“是……”好……\n" * 40])
 def test_a_first_piece_of_punctuation_is_a_piece(given: str, tmp_path: Path) -> None:
     """The first BPE merge is exported as a merge, although it has the same score, 0, as user-defined symbols."""
