@@ -129,7 +129,7 @@ def _config_contents(
     elif config.model.family == "llama":
         config_json = llama_config(config.model, reader.positions, start_id, end_id, dtype)
     else:
-        config_json = gpt2_config(config.model, reader.positions, end_id, dtype)
+        config_json = gpt2_config(config.model, reader.positions, start_id, end_id, dtype)
     # If config.json names no version, transformers assumes for vocabularies of more than 100,000 tokens that their
     # regular expression for words has a known error.
     config_json["transformers_version"] = "5.3.0"

@@ -279,8 +279,11 @@ def check_tokenizer(values: Values, given: Values, tokenizer: Any, where: Path) 
     return notes
 
 
-def gpt2_config(m: ModelConfig, positions: int, eod: int, dtype: str) -> dict[str, Any]:
-    """Return the config.json for GPT2LMHeadModel. Raises ConfigError for settings that this class does not support."""
+def gpt2_config(m: ModelConfig, positions: int, start: int, eod: int, dtype: str) -> dict[str, Any]:
+    """Return the config.json for GPT2LMHeadModel. Raises ConfigError for settings that this class does not support.
+
+    start, eod: ids of the token before each text and of the end-of-document token.
+    """
     refuse_unsupported([
         (m.num_experts is not None, f"--num-experts {m.num_experts}"),
         (m.normalization != "layernorm", f"--normalization {m.normalization}"),
@@ -296,7 +299,7 @@ def gpt2_config(m: ModelConfig, positions: int, eod: int, dtype: str) -> dict[st
     return {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **hf_values(GPT2_NAMES, m),
         "n_positions": positions, "n_inner": m.ff_size, "activation_function": _hf_activation(m),
-        "embd_pdrop": m.hidden_dropout, "bos_token_id": eod, "eos_token_id": eod,
+        "embd_pdrop": m.hidden_dropout, "bos_token_id": start, "eos_token_id": eod,
         "tie_word_embeddings": m.tie_embeddings, "dtype": DTYPES[dtype],
     }  # fmt: skip
 

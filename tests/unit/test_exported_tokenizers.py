@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -359,6 +360,17 @@ def test_an_exported_t5_pads_with_the_padding_token_of_the_model(tmp_path: Path)
     exported(output, ours, path, "t5")
     theirs = transformers.AutoTokenizer.from_pretrained(output)
     assert (theirs.pad_token_id, theirs.eos_token_id, theirs.unk_token_id) == (ours.pad, 1, 2)
+
+
+@pytest.mark.parametrize(("template", "bos"), [("<s> $A", 0), ("$A", 1)])
+def test_the_bos_token_of_an_exported_gpt2_is_the_token_before_texts(template: str, bos: int, tmp_path: Path) -> None:
+    """It is the start token of the tokenizer, or the end-of-document token without one."""
+    path = tmp_path / "tokenizer.json"
+    word_tokenizer(path, ["<s>", "</s>", "<unk>"], template)
+    reader: Any = SimpleNamespace(positions=16)
+    config = parse(["--family", "gpt2"])
+    contents = _config_contents(reader, config, load_tokenizer(str(path)), str(path), ChatFormat(), "fp32")
+    assert [(content["bos_token_id"], content["eos_token_id"]) for content in contents] == [(bos, 1)] * 2
 
 
 @pytest.mark.parametrize("given", ["== a ==\n=== b ===\n" * 40, "“好……”“是……”好……\n" * 40])

@@ -431,7 +431,7 @@ def test_there_are_enough_of_them(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_what_a_gpt2_of_theirs_cannot_be(flags: str) -> None:
     with pytest.raises(ConfigError, match=f"GPT-2 does not support {flags}$"):
-        gpt2_config(parse(flags.split()).model, 8, 0, "fp32")
+        gpt2_config(parse(flags.split()).model, 8, 0, 0, "fp32")
 
 
 @pytest.mark.parametrize(("positions", "seq_length"), [(4096, 4096), (8192, 4096)])

@@ -366,6 +366,6 @@ def test_what_none_of_theirs_is(flags: str, message: str) -> None:
 
 def test_gpt2_and_t5_of_theirs_have_no_experts() -> None:
     with pytest.raises(ConfigError, match="GPT-2 does not support --num-experts 4"):
-        gpt2_config(parse(["--family", "gpt2", "--num-experts", "4"]).model, 64, 0, "fp32")
+        gpt2_config(parse(["--family", "gpt2", "--num-experts", "4"]).model, 64, 0, 0, "fp32")
     with pytest.raises(ConfigError, match="T5 does not support --num-experts 4"):
         t5_config(parse(["--family", "t5", "--num-experts", "4"]).model, 0, 1, "fp32")
