@@ -262,7 +262,7 @@ def check_tokenizer(values: Values, given: Values, tokenizer: Any, where: Path) 
         )
     notes = []
     if len(end_ids) > 1:
-        notes = [f"eos_token_id lists {end_ids}; in this project only {tokenizer.eod} ends a text"]
+        notes = [f"eos_token_id lists {end_ids}; in this project only {tokenizer.eod} ends a document"]
     # Only a decoder with an encoder begins with the padding token, so only its ids must agree.
     if not FAMILIES[values["model_type"]].defaults["is_encoder_decoder"]:
         return notes

@@ -260,7 +260,7 @@ def test_two_tokens_of_a_vocabulary_exchanged(tmp_path: Path) -> None:
 def test_several_ends_and_too_many_tokens_are_said(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(bpe(tmp_path))
     values = {"model_type": "gpt2", "vocab_size": tokenizer.vocab_size, "eos_token_id": [0, 7]}
-    assert "only 0 ends a text" in check_tokenizer(values, values, tokenizer, tmp_path)[0]
+    assert "only 0 ends a document" in check_tokenizer(values, values, tokenizer, tmp_path)[0]
     with pytest.raises(ValueError, match="more than vocab_size 100"):
         check_tokenizer(values | {"vocab_size": 100}, values, tokenizer, tmp_path)
 
