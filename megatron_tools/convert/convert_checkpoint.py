@@ -62,9 +62,9 @@ def export_checkpoint(args: argparse.Namespace, path: Path) -> None:
     vocab_file = str(args.vocab_file or config.data.vocab_file)
     chat = chat_format_of(config, tokenizer, vocab_file) if tokenizer else ChatFormat()
     config_json, generation_json = _config_contents(reader, config, tokenizer, vocab_file, chat, args.dtype)
-    notes_on_model = unexported_notes if config.model.family == "llama" else logit_scale_notes
-    print_notes(notes_on_model(config.model))
     m = config.model
+    notes_on_model = unexported_notes if m.family == "llama" else logit_scale_notes
+    print_notes(notes_on_model(m))
     if config.is_t5 and m.attention_dropout != m.hidden_dropout:
         print_notes(
             [f"Hugging Face's T5 has one rate of dropout, so --attention-dropout {m.attention_dropout} is lost"]
@@ -78,7 +78,7 @@ def export_checkpoint(args: argparse.Namespace, path: Path) -> None:
     def read_weight(name: str) -> Tensor:
         return reader.read_whole(f"{WEIGHT}.{name}")
 
-    matches = {match.our_name: match for match in parameter_matches(config.model)}
+    matches = {match.our_name: match for match in parameter_matches(m)}
 
     def read_rounded(name: str) -> Tensor:
         """Return our weight in fp32, after the rounding to --dtype that an export applies to it."""
@@ -122,10 +122,9 @@ def _config_contents(
         start_id = tokenizer.before[0]
         end_id = tokenizer.eod
     if config.is_t5:
-        pad_id = tokenizer.pad if isinstance(tokenizer, SentinelTokenizer) else 0
-        config_json = t5_config(config.model, pad_id, end_id, dtype)
+        config_json = t5_config(config.model, 0, end_id, dtype)
         if isinstance(tokenizer, SentinelTokenizer):
-            config_json["decoder_start_token_id"] = tokenizer.decoder_start
+            config_json |= {"pad_token_id": tokenizer.pad, "decoder_start_token_id": tokenizer.decoder_start}
     elif config.model.family == "llama":
         config_json = llama_config(config.model, reader.positions, start_id, end_id, dtype)
     else:
@@ -142,8 +141,7 @@ def _config_contents(
             config_json.pop(key, None)
         return config_json | ids, ids | read_generation_config(config_path)
     tokenizer_file = find_vocab_file(vocab_file)
-    base_tokenizer = tokenizer.base if isinstance(tokenizer, SentinelTokenizer) else tokenizer
-    ids = special_token_ids(config_json, base_tokenizer, tokenizer_file, config.is_t5)
+    ids = special_token_ids(config_json, tokenizer, tokenizer_file, config.is_t5)
     return config_json | ids, generation_settings(ids, tokenizer, tokenizer_file, chat.end_id)
 
 

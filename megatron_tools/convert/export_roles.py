@@ -68,7 +68,7 @@ def tokenizer_settings(tokenizer: Tokenizer, vocab_path: Path, positions: int | 
     positions: maximum number of tokens in a text if the model has learned positions, else None.
     """
     name_of_id = {i: name for name, i in tokenizer.marks.items()}
-    kept = dict(read_tokenizer_config(vocab_path))
+    kept = read_tokenizer_config(vocab_path)
     for key in DROPPED_KEYS:
         kept.pop(key, None)
     for key, value in special_token_roles(tokenizer, vocab_path).items():

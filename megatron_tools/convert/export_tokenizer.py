@@ -88,11 +88,11 @@ def _skipped_template_notes(vocab_file: str) -> list[str]:
     templates = read_tokenizer_config(vocab_path).get("chat_template")
     names = []
     # chat_template is one template, or a list of named templates of which only `default` is exported.
-    named_templates = templates if isinstance(templates, list) else []
-    for template in named_templates:
-        name = template.get("name")
-        if name != "default":
-            names.append(str(name))
+    if isinstance(templates, list):
+        for template in templates:
+            name = template.get("name")
+            if name != "default":
+                names.append(str(name))
     for file in sorted(vocab_path.with_name(MORE_TEMPLATES).glob("*.jinja")):
         names.append(file.name)
     return [f"further chat templates of the tokenizer are not exported: {', '.join(names)}"] if names else []

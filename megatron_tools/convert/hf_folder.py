@@ -20,7 +20,9 @@ from megatron.config.command_line import with_values
 from megatron.config.fields import ConfigError
 from megatron.config.messages import shorten_list
 from megatron.model.layers import global_parameters
+from megatron.tokenizer import Tokenizer, load_tokenizer
 from megatron.tokenizer.base import read_object
+from megatron.tokenizer.load import check_same_ids, has_vocab_file
 from megatron_tools.shapes import whole_shapes
 
 from .hf_config import FAMILIES, check_tokenizer, logit_scale_notes, read_config, settings_from_hf, unread_keys
@@ -280,6 +282,13 @@ def is_hf_folder(folder: Path) -> bool:
     """Return whether a folder holds a Hugging Face model. A run directory's config.json has no model_type."""
     path = folder / "config.json"
     return path.is_file() and "model_type" in read_object(path)
+
+
+def check_vocab_file(folder: Path, tokenizer: Tokenizer, vocab_file: str | None) -> None:
+    """Raise TokenizerError if the tokenizer of --vocab-file, if given, has other ids than that of the HF `folder`."""
+    if vocab_file and has_vocab_file(folder):
+        own_tokenizer = load_tokenizer(str(folder))
+        check_same_ids(tokenizer, own_tokenizer, f"{vocab_file} is not the tokenizer of {folder}")
 
 
 class HFModelFolder:

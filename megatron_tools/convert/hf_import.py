@@ -13,12 +13,11 @@ from megatron.config import Config
 from megatron.config.command_line import with_values
 from megatron.ranks.rank_0 import print_notes
 from megatron.tokenizer import SentinelTokenizer, load_tokenizer
-from megatron.tokenizer.base import read_object
-from megatron.tokenizer.load import check_same_ids, find_vocab_file, has_vocab_file
+from megatron.tokenizer.load import find_vocab_file, has_vocab_file
 from megatron.tokenizer.sentinels import own_sentinels
-from megatron.tokenizer.sibling_files import read_generation_config
+from megatron.tokenizer.sibling_files import SETTINGS, read_generation_config, read_tokenizer_config
 
-from .hf_folder import HFModelFolder, HFTensorReader
+from .hf_folder import HFModelFolder, HFTensorReader, check_vocab_file
 from .upcycle import router_buffers
 
 
@@ -40,32 +39,25 @@ def import_hf(args: argparse.Namespace) -> tuple[Config, str, list[LazyTensor]]:
 
 def _convert_tokenizer(hf_folder: HFModelFolder, vocab_file: str | None) -> tuple[dict[str, Any], str]:
     """Return (our tokenizer settings, fingerprint) for --vocab-file, else for the tokenizer in the model's folder."""
-    has_tokenizer = has_vocab_file(hf_folder.path)
-    if not vocab_file and not has_tokenizer:
+    if not vocab_file and not has_vocab_file(hf_folder.path):
         _refuse_unusual_ids(hf_folder)
         print_notes([f"there is no tokenizer in {hf_folder.path}; training and generation need --vocab-file"])
         return {}, ""
     path = vocab_file or str(hf_folder.path)
-    base_tokenizer = load_tokenizer(path)
-    if vocab_file and has_tokenizer:
-        check_same_ids(
-            base_tokenizer,
-            load_tokenizer(str(hf_folder.path)),
-            f"{vocab_file} is not the tokenizer of {hf_folder.path}",
-        )
+    tokenizer = load_tokenizer(path)
+    check_vocab_file(hf_folder.path, tokenizer, vocab_file)
     settings: dict[str, Any] = {"vocab_file": path}
-    tokenizer = base_tokenizer
     if hf_folder.config.is_t5:
         # Rows of the embedding that no token uses. <pad> gets one of them if the vocabulary lacks it.
-        unused_rows = hf_folder.values["vocab_size"] - base_tokenizer.vocab_size
-        if "<pad>" not in base_tokenizer.specials:
+        unused_rows = hf_folder.values["vocab_size"] - tokenizer.vocab_size
+        if "<pad>" not in tokenizer.specials:
             unused_rows -= 1
         # If the vocabulary contains no sentinels (0), T5Tokenizer adds some.
-        num_sentinels = len(own_sentinels(base_tokenizer, "t5")) or _sentinel_count(find_vocab_file(path), unused_rows)
+        num_sentinels = len(own_sentinels(tokenizer, "t5")) or _sentinel_count(find_vocab_file(path), unused_rows)
         settings["num_sentinels"] = num_sentinels
-        tokenizer = SentinelTokenizer(base_tokenizer, num_sentinels, "t5")
+        tokenizer = SentinelTokenizer(tokenizer, num_sentinels, "t5")
     print_notes(hf_folder.check_tokenizer(tokenizer))
-    return settings, base_tokenizer.fingerprint
+    return settings, tokenizer.fingerprint
 
 
 def _refuse_unusual_ids(hf_folder: HFModelFolder) -> None:
@@ -93,8 +85,7 @@ def _sentinel_count(vocab_file: Path, free_rows: int) -> int:
     default is 100, but at most `free_rows` and at least 1.
     free_rows: number of rows of the model's embedding that belong to no token of the vocabulary.
     """
-    config_path = vocab_file.with_name("tokenizer_config.json")
-    extra_ids = read_object(config_path).get("extra_ids") if config_path.is_file() else None
+    extra_ids = read_tokenizer_config(vocab_file).get("extra_ids")
     if extra_ids is None:
         if 0 < free_rows < 100:
             print(
@@ -103,7 +94,9 @@ def _sentinel_count(vocab_file: Path, free_rows: int) -> int:
             )
         return min(100, max(free_rows, 1))
     if type(extra_ids) is not int or extra_ids < 1:
-        raise ValueError(f"{config_path}: extra_ids is {extra_ids!r}, but a T5 needs at least one sentinel")
+        raise ValueError(
+            f"{vocab_file.with_name(SETTINGS)}: extra_ids is {extra_ids!r}, but a T5 needs at least one sentinel"
+        )
     return extra_ids
 
 

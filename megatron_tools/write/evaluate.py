@@ -24,12 +24,12 @@ from megatron.model.gpt2 import GPT2Model
 from megatron.packages import pip_install
 from megatron.ranks import device
 from megatron.tokenizer import load_tokenizer
-from megatron.tokenizer.load import check_same_ids, find_vocab_file, has_vocab_file
+from megatron.tokenizer.load import find_vocab_file
 from megatron_tools.shapes import config_of_checkpoint
 
 from ..convert.export_roles import generation_settings
 from ..convert.export_tokenizer import chat_format_of
-from ..convert.hf_folder import HFModelFolder, is_hf_folder
+from ..convert.hf_folder import HFModelFolder, check_vocab_file, is_hf_folder
 from .lm_eval import Harness
 
 
@@ -56,6 +56,7 @@ def _build_subject(args: argparse.Namespace, hf_folder: HFModelFolder | None, pa
     with mpu.skip_init():  # loading sets all weights
         model = GPT2Model(config, parallel_output=False)
     if hf_folder:
+        check_vocab_file(path, tokenizer, args.vocab_file)
         for note in hf_folder.check_tokenizer(tokenizer):
             print(f"note: {note}", file=sys.stderr)
         hf_folder.load(model)
@@ -93,8 +94,7 @@ def load_hf_subject(args: argparse.Namespace) -> Harness:
     model.eval().to(device_here)
     tokenizer = load_tokenizer(args.vocab_file or args.hf)
     tokenizer.refuse_contradiction()
-    if args.vocab_file and has_vocab_file(Path(args.hf)):
-        check_same_ids(tokenizer, load_tokenizer(args.hf), f"{args.vocab_file} is not the tokenizer of {args.hf}")
+    check_vocab_file(Path(args.hf), tokenizer, args.vocab_file)
     text_config = model.config.get_text_config()  # the settings of the text model, for models that also read images
     if tokenizer.vocab_size > text_config.vocab_size:
         raise ValueError(

@@ -28,7 +28,7 @@ from megatron.ranks.rank_0 import is_rank_0
 from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
 from megatron_tools.shapes import config_of_checkpoint
 
-from ..convert.hf_folder import HFModelFolder, is_hf_folder
+from ..convert.hf_folder import HFModelFolder, check_vocab_file, is_hf_folder
 from .generation import Stages
 from .prompts import as_json, check_prompt_flags, prompt_encoder, read_prompts
 from .questions import Conversation, Prompt, Question, decode_answer
@@ -65,6 +65,7 @@ def _load_checkpoint(args: argparse.Namespace, path: Path | None) -> Writer:
     if hf_folder:
         if config.is_t5:
             raise ValueError(f"{hf_folder.path} is a T5; convert it first with tools/convert_checkpoint.py --from-hf")
+        check_vocab_file(hf_folder.path, tokenizer, args.vocab_file)
         for note in hf_folder.check_tokenizer(tokenizer):
             print(f"note: {note}", file=sys.stderr)
     if config.is_t5:

@@ -22,6 +22,9 @@ from megatron_tools.convert.hf_import import _sentinel_count
 from megatron_tools.convert.hf_names import Match
 from megatron_tools.convert.megatron_lm import RankFiles
 from megatron_tools.convert.megatron_settings import check_complete, settings_from_megatron
+from megatron_tools.write import generate_flags
+from megatron_tools.write.evaluate import load_subject
+from megatron_tools.write.generate import load_writer
 from megatron_tools.write.questions import PromptEncoder
 from tests.sentences import SENTENCES
 from tests.support import command
@@ -255,6 +258,28 @@ def test_two_tokens_of_a_vocabulary_exchanged(tmp_path: Path) -> None:
     (tmp_path / "b.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=SENTENCES["not_this_one_its_token"]):
         check_same_ids(load_tokenizer(str(tmp_path / "b.json")), load_tokenizer(first), "not this one")
+
+
+@pytest.mark.parametrize("load", [load_subject, load_writer])
+def test_a_hugging_face_folder_is_read_only_with_the_ids_of_its_own_tokenizer(
+    load: Callable[[argparse.Namespace], object], tmp_path: Path
+) -> None:
+    """--vocab-file with two tokens exchanged has the same size and end, and yet it is another tokenizer."""
+    folder = tmp_path / "hf"
+    write(folder, "gpt2", {"vocab_size": 300, "bos_token_id": 0, "eos_token_id": 0}, nothing, "float32")
+    content = json.loads((Path(bpe(folder)) / "tokenizer.json").read_text())
+    same_file = tmp_path / "same.json"
+    same_file.write_text(json.dumps(content))
+    vocab = content["model"]["vocab"]
+    vocab["Q"], vocab["Z"] = vocab["Z"], vocab["Q"]
+    other_file = tmp_path / "other.json"
+    other_file.write_text(json.dumps(content))
+    args = generate_flags.build_parser().parse_args(["--load", str(folder), "--vocab-file", str(same_file)])
+    args.window = None  # a flag of evaluate.py
+    load(args)
+    args.vocab_file = str(other_file)
+    with pytest.raises(TokenizerError):
+        load(args)
 
 
 def test_several_ends_and_too_many_tokens_are_said(tmp_path: Path) -> None:
