@@ -138,7 +138,7 @@ def expert_config(m: ModelConfig, model_type: str) -> Values:
 
 
 def unexported_notes(m: ModelConfig) -> Iterable[str]:
-    """Yield notes on settings of training that config.json has no key for."""
+    """Yield notes on settings that config.json has no key for, or that some releases of transformers misread."""
     has_experts = m.num_experts is not None
     flags = [("--hidden-dropout", m.hidden_dropout, "dropout")]
     if has_experts:
@@ -150,3 +150,6 @@ def unexported_notes(m: ModelConfig) -> Iterable[str]:
             yield f"{name} {value} is not exported: Llama's config.json has no {missing_key}"
     if has_experts and m.has_aux_loss and m.router_aux_loss:
         yield "transformers trains with the exported router_aux_loss_coef only if output_router_logits is true"
+    # transformers 4.48 scales by max_position_embeddings, and 4.53 derives another factor from it. 4.57 does neither.
+    if m.rope_scaling == "yarn":
+        yield "transformers before 4.57 may scale the positions of yarn differently; use a later release"

@@ -16,6 +16,7 @@ from megatron.config import ModelConfig
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
 from megatron_tools.convert.hf_config import read_config, settings_from_hf
+from megatron_tools.convert.hf_experts import unexported_notes
 from megatron_tools.convert.hf_folder import HFModelFolder, export_entries
 from megatron_tools.convert.hf_llama import FAMILIES, llama_config
 from megatron_tools.convert.hf_names import parameter_matches
@@ -458,3 +459,9 @@ def test_defaults_are_theirs() -> None:
                 continue
             assert getattr(theirs, key) == value, (kind, key)
     assert LLAMA["num_hidden_layers"] == 2
+
+
+@pytest.mark.parametrize(("flags", "count"), [("linear", 0), ("yarn --rope-original-length 16", 1)])
+def test_an_export_prints_a_note_about_releases_that_read_yarn_differently(flags: str, count: int) -> None:
+    scaled_model = model(f"--rope-scaling-factor 4 --hidden-dropout 0 --rope-scaling {flags}")
+    assert len(list(unexported_notes(scaled_model))) == count
