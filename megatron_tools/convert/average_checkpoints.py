@@ -13,16 +13,17 @@ from torch import Tensor
 
 from megatron.atomic import atomic_folder
 from megatron.checkpointing import CheckpointReader, find_checkpoint, plain_config
-from megatron.checkpointing.files import BUFFER, WEIGHT
+from megatron.checkpointing.files import WEIGHT
 from megatron.checkpointing.forks import forks_of, without_abandoned
 from megatron.checkpointing.lookup import latest_checkpoint, numbered_checkpoints
 from megatron.checkpointing.pruned import read_with_retry
-from megatron.checkpointing.relocation import TOKENIZER_FOLDER as TOKENIZER
-from megatron.checkpointing.relocation import copy_folder, tokenizer_homes
+from megatron.checkpointing.relocation import TOKENIZER_FOLDER, copy_folder, tokenizer_homes
 from megatron.checkpointing.stream import LazyTensor
 from megatron.checkpointing.write import write_checkpoint
 from megatron.config import ModelConfig
 from megatron.config.fields import flag
+
+from .upcycle import MODEL_KEYS
 
 
 def newest_checkpoints(load: str, number: int) -> list[Path]:
@@ -111,7 +112,7 @@ def averaged_entries(readers: Sequence[CheckpointReader], weights: Sequence[floa
     entries = []
     for key, entry in newest.tensors.items():
         # Leave out the state of the optimizer.
-        if not key.startswith((f"{WEIGHT}.", f"{BUFFER}.")):
+        if not key.startswith(MODEL_KEYS):
             continue
         dtype = newest.dtype(key)
         # `compute` is called when the tensor is written, so that only one is in memory at a time.
@@ -126,8 +127,8 @@ def averaged_entries(readers: Sequence[CheckpointReader], weights: Sequence[floa
 def _copy_tokenizer(checkpoint: Path, output: Path) -> None:
     """Copy the tokenizer that a run has put beside its checkpoints or into its run directory, if there is one."""
     for home in tokenizer_homes(checkpoint):
-        if (home / TOKENIZER).is_dir():
-            copy_folder(home / TOKENIZER, output / TOKENIZER)
+        if (home / TOKENIZER_FOLDER).is_dir():
+            copy_folder(home / TOKENIZER_FOLDER, output / TOKENIZER_FOLDER)
             return
 
 

@@ -114,6 +114,7 @@ def _config_contents(
 
     Raises ConfigError if no model class of transformers supports the settings.
     """
+    m = config.model
     # Without a tokenizer, a T5 keeps these ids, which T5's own tokenizer has: 0 for padding, 1 for the end.
     start_id = 0
     end_id = 1
@@ -122,13 +123,13 @@ def _config_contents(
         start_id = tokenizer.before[0]
         end_id = tokenizer.eod
     if config.is_t5:
-        config_json = t5_config(config.model, 0, end_id, dtype)
+        config_json = t5_config(m, 0, end_id, dtype)
         if isinstance(tokenizer, SentinelTokenizer):
             config_json |= {"pad_token_id": tokenizer.pad, "decoder_start_token_id": tokenizer.decoder_start}
-    elif config.model.family == "llama":
-        config_json = llama_config(config.model, reader.positions, start_id, end_id, dtype)
+    elif m.family == "llama":
+        config_json = llama_config(m, reader.positions, start_id, end_id, dtype)
     else:
-        config_json = gpt2_config(config.model, reader.positions, start_id, end_id, dtype)
+        config_json = gpt2_config(m, reader.positions, start_id, end_id, dtype)
     # If config.json names no version, transformers assumes for vocabularies of more than 100,000 tokens that their
     # regular expression for words has a known error.
     config_json["transformers_version"] = "5.3.0"
@@ -189,9 +190,11 @@ def import_checkpoint(args: argparse.Namespace) -> None:
         compare_with_hf(config, _weight_reader(entries), Path(args.from_hf))
     with atomic_folder(output) as folder:
         write_checkpoint(folder / "iter_0000000", entries, config, fingerprint)
-        # A later export then finds the ids that the source folder named, even though there is no tokenizer.
-        if args.from_hf and vocab_file is None:
-            copy_special_tokens(Path(args.from_hf) / "config.json", folder)
+        # A later export then finds the ids that the source folder named, even though there is no tokenizer. A dense
+        # model that was imported without a tokenizer has them in the same place.
+        if vocab_file is None and not args.from_megatron:
+            source = Path(args.from_hf or find_checkpoint(args.load).parent / TOKENIZER_FOLDER)
+            copy_special_tokens(source / "config.json", folder)
         if args.upcycle is not None and vocab_file and Path(vocab_file).exists():
             copy_tokenizer(vocab_file, folder)
             # `folder` has a temporary name, under which it is written, and then becomes `output`. The settings must

@@ -16,6 +16,7 @@ from megatron.config import Config
 from megatron.config.command_line import with_values
 from megatron.model.router import Router
 
+MODEL_KEYS = (f"{WEIGHT}.", f"{BUFFER}.")  # prefixes of the model's tensors in a checkpoint; others are the optimizer's
 MLP_KEY = re.compile(rf"{WEIGHT}\.((?:\w+\.)?layers\.(\d+)\.mlp)\.(.+)")
 
 
@@ -56,7 +57,7 @@ def upcycled_entries(reader: CheckpointReader, config: Config) -> Iterator[LazyT
     """
     experts = config.model.num_experts or 0
     for key, entry in reader.tensors.items():
-        if not key.startswith((f"{WEIGHT}.", f"{BUFFER}.")):
+        if not key.startswith(MODEL_KEYS):
             continue
         new_keys = [key]
         # weight.layers.3.mlp.dense_h_to_4h.weight has the parts layers.3.mlp, 3 and dense_h_to_4h.weight.

@@ -227,6 +227,23 @@ def test_a_model_without_a_tokenizer_goes_out_without_one(
     assert all(torch.equal(now[name], was[name]) for name in now)
 
 
+def test_an_upcycled_model_without_a_tokenizer_keeps_its_special_token_ids(tmp_path: Path) -> None:
+    from tests.unit.test_hf_configs import nothing, write
+
+    ids = {"bos_token_id": 3, "eos_token_id": [5, 7]}
+    write(tmp_path / "in", "llama", ids, nothing, "float32")
+    (tmp_path / "in" / "generation_config.json").write_text(json.dumps({**ids, "temperature": 0.6}))
+    main, parser = convert_checkpoint.main, convert_flags.build_parser()
+    main(parser.parse_args(["--from-hf", str(tmp_path / "in"), "--output", str(tmp_path / "dense")]))
+    experts = ["--upcycle", "2", "--output", str(tmp_path / "experts")]
+    main(parser.parse_args(["--load", str(tmp_path / "dense"), *experts]))
+    main(parser.parse_args(["--load", str(tmp_path / "experts"), "--output", str(tmp_path / "out")]))
+    for name in ("config.json", "generation_config.json"):
+        content = json.loads((tmp_path / "out" / name).read_text())
+        assert content == {**content, **ids}
+    assert content["temperature"] == 0.6
+
+
 @pytest.mark.parametrize("has_tokenizer", [False, True])
 def test_sampling_settings_of_an_old_config_json_go_out(has_tokenizer: bool, tmp_path: Path) -> None:
     """Folders saved before 2023 have no generation_config.json; transformers reads the settings in config.json."""
