@@ -23,9 +23,9 @@ LOOPS = (ast.For, ast.While)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 DECISIONS = (ast.If, ast.IfExp, ast.Try, ast.BoolOp, *LOOPS, *COMPREHENSIONS)
 # Limits of the spine, of the imports of a run, and of the density of functions.
-FILES, LINES, TOKENS = 49, 7_900, 45_655
+FILES, LINES, TOKENS = 49, 7_898, 45_645
 IMPORTED = 275
-TOKENS_A_LINE, DECISIONS_A_LINE, COMPREHENSIONS_A_FUNCTION = 8.77, 0.223, 0.304
+TOKENS_A_LINE, DECISIONS_A_LINE, COMPREHENSIONS_A_FUNCTION = 8.762, 0.2225, 0.302
 TUPLE_ASSIGNMENTS, NESTED_COMPREHENSIONS = 0.001, 0.001
 
 

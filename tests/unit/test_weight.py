@@ -14,9 +14,9 @@ from tests.support import ROOT
 
 # Package -> (tokens of code, folders that hold modules). Lower a limit when the code has become smaller.
 LIMITS = {
-    "tds": (62_640, 1),
+    "tds": (62_620, 1),
     "megatron": (212_290, 15),
-    "megatron_compat": (13_419, 2),
+    "megatron_compat": (13_416, 2),
     "data_utils": (37_760, 1),
     "megatron_tools": (85_000, 7),
 }
