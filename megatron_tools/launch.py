@@ -250,7 +250,7 @@ def main(argv: list[str]) -> int:
     # Ranks use huge pages if the kernel allows it on request. glibc reads this variable when a process starts.
     os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # hide C++ stack traces, which clutter the ranks' messages
-    # This variable tells the ranks which process is the launcher. They exit when it has ended. Without a name of its
+    # By this variable, the ranks know which process is the launcher. They exit when it has ended. Without a name of its
     # namespace, they look for the end of their parent instead.
     namespace = pid_namespace()
     if namespace:

@@ -56,10 +56,10 @@ def _set_data_and_grad(p: nn.Parameter, data: Tensor, gradient: Tensor) -> None:
 
 
 def close_gaps(module: nn.Module) -> None:
-    """Make each weight contiguous that is transposed, or has gaps, such as some columns of a larger tensor.
+    """Copy each weight that is not contiguous, such as a transposed one, or some columns of a larger tensor.
 
-    torch's fused optimizers (2.13 and 2.15 on CPUs) ignore strides, so they would step the elements in the gaps, too,
-    and pair those of a transposed weight with others of its gradient, which is contiguous after a reduction.
+    torch's fused optimizers (2.13 and 2.15 on CPUs) ignore strides. They would also step elements between the columns,
+    and pair elements of a transposed weight with others of its gradient, which is contiguous after a reduction.
     """
     for p in module.parameters():
         if not p.is_contiguous():

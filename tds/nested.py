@@ -20,7 +20,9 @@ def map_tensors(value: Any, function: Callable[[Tensor], Any], on_others: Callab
     """
     if isinstance(value, (tuple, list)):
         items = tuple(map_tensors(each, function, on_others) for each in value)
-        return type(value)(*items) if hasattr(value, "_fields") else items  # a NamedTuple stays one
+        if hasattr(value, "_fields"):  # a NamedTuple stays one
+            return type(value)(*items)
+        return items
     if isinstance(value, dict):
         return {key: map_tensors(each, function, on_others) for key, each in value.items()}
     if isinstance(value, Tensor):

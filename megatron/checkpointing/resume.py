@@ -29,17 +29,18 @@ class Start(NamedTuple):
     wanted: Wanted
 
 
-def may_load_nothing(load: str, config: Config, save_dir: str | Path) -> bool:
-    """Return whether a run with --load may begin with new weights if it finds no checkpoint.
+def find_loaded(load: str, config: Config, save_dir: str | Path) -> Path | None:
+    """Return the checkpoint of --load, or None if there is none and the run begins with new weights.
 
-    It may if `load` is a folder of this run itself, because one command then starts and resumes the run, but not with
-    --exit-on-missing-checkpoint.
+    It does if `load` is a folder of this run itself, because one command then starts and resumes the run, but not with
+    --exit-on-missing-checkpoint. Otherwise, raises CheckpointError without a checkpoint.
     """
     try:
-        find_checkpoint(load)  # of the run directory, if --save is another one than before
+        return find_checkpoint(load)
     except CheckpointError:
-        return is_own_folder(load, config, save_dir) and not config.checkpoint.exit_on_missing_checkpoint
-    return False
+        if is_own_folder(load, config, save_dir) and not config.checkpoint.exit_on_missing_checkpoint:
+            return None
+        raise
 
 
 def ignores_load(own_checkpoint: Path | None, config: Config, save_dir: str | Path) -> bool:
@@ -88,13 +89,10 @@ def find_start(config: Config, save_dir: str) -> Start:
         )
     elif load and path is None:  # the first start
         with raise_on_all_ranks():
-            may_be_new = is_rank_0() and may_load_nothing(load, config, save_dir)
-        if broadcast_from_rank_0(may_be_new):
+            path = find_loaded(load, config, save_dir) if is_rank_0() else None
+        path = broadcast_from_rank_0(path)
+        if path is None:
             print_rank_0(f"note: --load {load} holds no checkpoint yet: the run begins with new weights")
-        else:
-            with raise_on_all_ranks():
-                path = find_checkpoint(load) if is_rank_0() else None
-            path = broadcast_from_rank_0(path)
     return Start(path, wanted)
 
 

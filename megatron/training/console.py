@@ -9,10 +9,9 @@ from typing import Any
 def format_count(number: float) -> str:
     """Format a number with three digits and a suffix, in at most six characters, such as 20.5K or 1.02M."""
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K")):
-        # From 999.5 on, rounding to three digits gives 1.00 of the next letter.
+        # 999.5K has four digits after rounding to three, so it counts as 1.00M.
         if number >= 0.9995 * size:
-            digits = f"{number / size:#.3g}"  # 1.02, 20.5 or 150.
-            return digits.rstrip(".") + letter
+            return f"{number / size:#.3g}".rstrip(".") + letter  # of 1.02, 20.5 or 150.
     return f"{number:.0f}"
 
 
@@ -75,21 +74,20 @@ def training_line(
         f"iteration {row['iteration']:{len(str(last))}d}/{last}",
         f"loss {row['lm_loss']:7.4f}",
     ]
-    add = columns.append
     if "z_loss" in row:
-        add(f"z loss {row['z_loss']:.2e}")
+        columns.append(f"z loss {row['z_loss']:.2e}")
     if "router_loss" in row:
-        add(f"router loss {row['router_loss']:.2e}")
+        columns.append(f"router loss {row['router_loss']:.2e}")
     if imbalances:
-        add(f"imbalance {max(imbalances):5.2f}")
+        columns.append(f"imbalance {max(imbalances):5.2f}")
     columns += [f"lr {row['lr']:.2e}", f"grad norm {norm:7.3f}"]
     if row["loss_scale"] is not None:
-        add(f"loss scale {row['loss_scale']:8g}")
-    add(f"{row['tokens_per_second']:9,.0f} tokens/s")
+        columns.append(f"loss scale {row['loss_scale']:8g}")
+    columns.append(f"{row['tokens_per_second']:9,.0f} tokens/s")
     if row.get("padding"):
-        add(f"padding {row['padding']:5.1%}")
+        columns.append(f"padding {row['padding']:5.1%}")
     if row["mfu"] is not None:
-        add(f"MFU {row['mfu']:5.1%}")
+        columns.append(f"MFU {row['mfu']:5.1%}")
     if details:
         columns += [
             f"{100 * row['iteration'] / max(last, 1):5.1f}%",
@@ -98,15 +96,15 @@ def training_line(
             f"{row['tflops']:8.3g} TFLOP/s",
             _format_memory(row),
         ]
-    add(f"{format_duration(left):>7} left")
+    columns.append(f"{format_duration(left):>7} left")
     skipped = row["skipped_steps"]
     if skipped:
-        add(f"{skipped} skipped step{'s' if skipped > 1 else ''}")
+        columns.append(f"{skipped} skipped step{'s' if skipped > 1 else ''}")
     if dead_experts:
-        add(f"{dead_experts} dead expert{'s' if dead_experts > 1 else ''}")
+        columns.append(f"{dead_experts} dead expert{'s' if dead_experts > 1 else ''}")
     straggler = row.get("straggler")
     if straggler:
-        add(f"rank {straggler['rank']} takes {straggler['factor']:.1f} times the median of its peers")
+        columns.append(f"rank {straggler['rank']} takes {straggler['factor']:.1f} times the median of its peers")
     return " | ".join(columns)
 
 

@@ -133,10 +133,10 @@ def check_resume(config: Config, run_dir: Path, fingerprint: str | None, quick: 
     from megatron.checkpointing import Wanted
     from megatron.checkpointing.contradictions import refuse_contradictions
     from megatron.checkpointing.files import CheckpointError
-    from megatron.checkpointing.lookup import find_checkpoint, latest_checkpoint
+    from megatron.checkpointing.lookup import latest_checkpoint
     from megatron.checkpointing.pruned import was_deleted
     from megatron.checkpointing.reader import CheckpointReader
-    from megatron.checkpointing.resume import ignores_load, may_load_nothing
+    from megatron.checkpointing.resume import find_loaded, ignores_load
     from megatron.training.run_folder import refuse_other_checkpoints, save_dir_of
 
     save_dir = save_dir_of(config, run_dir)
@@ -147,8 +147,8 @@ def check_resume(config: Config, run_dir: Path, fingerprint: str | None, quick: 
         # The run's own checkpoints come before that of --load, with which a new run starts.
         path = latest_checkpoint(save_dir)
         wanted = Wanted.from_config(config, ignores_load(path, config, save_dir))
-        if path is None and load and not may_load_nothing(load, config, save_dir):
-            path = find_checkpoint(load)
+        if path is None and load:
+            path = find_loaded(load, config, save_dir)
         if path is None:
             try:
                 refuse_other_checkpoints(config, run_dir, 0)

@@ -395,3 +395,19 @@ def test_a_load_of_the_run_itself_keeps_the_flags_of_loading(before: Path, capsy
     assert capsys.readouterr().out == ""
     assert find_start(parse([*flags, "--load", "elsewhere"]), save).wanted.optimizer
     assert "--load elsewhere --no-load-optim" in capsys.readouterr().out
+
+
+def test_a_run_directory_is_loaded_although_checkpoints_go_elsewhere_now(tmp_path: Path) -> None:
+    """One command starts and resumes a run, so --load of its own directory may name no checkpoint yet."""
+    run_dir = tmp_path / "run"
+    config = parse(["--run-dir", str(run_dir), "--load", str(run_dir)])
+    elsewhere = tmp_path / "elsewhere"
+    assert resume.find_loaded(str(run_dir), config, elsewhere) is None
+    strict = with_values(config, {"exit_on_missing_checkpoint": True})
+    for load, settings in ((str(run_dir), strict), (str(tmp_path / "other"), config)):
+        with pytest.raises(CheckpointError):
+            resume.find_loaded(load, settings, elsewhere)
+    checkpoint = run_dir / "checkpoints" / "iter_0000005"
+    checkpoint.mkdir(parents=True)
+    (checkpoint.parent / "latest").write_text("iter_0000005\n")
+    assert resume.find_loaded(str(run_dir), config, elsewhere) == checkpoint
